@@ -1,0 +1,1 @@
+"""What a layout costs: operations, FLOPs, memory, time, communication."""

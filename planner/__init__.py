@@ -1,0 +1,1 @@
+"""What to do: the legal layouts, the integer program, the plan, its emission and its execution."""

@@ -1,0 +1,1 @@
+"""What is known: models, GPUs, links, clusters, and the profiler that measures them."""
