@@ -1,0 +1,229 @@
+"""The `axisplan` command. Each command reads its input, calls one function of the packages below, and shows the answer.
+
+Exit codes: 0 done, 1 something failed, 2 the input is wrong, 3 nothing fits. Errors are one line on stderr. Heavy modules are
+imported inside the commands that need them, so that planning starts at once and works where torch is absent.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from profiles.errors import AxisplanError, InputError, one_line
+from profiles.version import __version__
+
+if TYPE_CHECKING:
+    from cost_models.job import Job
+
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+EXECUTIONS = ("axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate")
+
+
+# -- what every command shares ----------------------------------------------------------------------------------------
+
+
+class Tokens(click.ParamType):
+    """A positive count; k and M stand for 1,024 and 1,048,576 (``8k`` = 8192)."""
+
+    name = "COUNT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip()
+        scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+        digits = text[:-1] if scale > 1 else text
+        if not digits.isdecimal() or int(digits) < 1 or len(digits) > 12:
+            name = param.opts[-1] if param else "count"
+            raise InputError(name, value, "must be a whole number of at least 1, k and M allowed", "8k")
+        return int(digits) * scale
+
+
+class Examples(click.Command):
+    """A command whose help ends with an example that can be pasted."""
+
+    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
+        self.example = example
+        super().__init__(*args, **kwargs)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.example:
+            with formatter.section("Example"):
+                for line in self.example.strip().splitlines():
+                    formatter.write_text(line)
+
+
+class Commands(click.Group):
+    """Lists commands in the order they are written: the order in which a newcomer needs them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+@click.group(cls=Commands, context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="axisplan", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Find the fastest way to spread the training of a model over a cluster, prove it, and launch it.
+
+    Start with `axisplan demo`: the whole job on this machine in a few minutes.
+    """
+
+
+def command(name: str, example: str = "", hidden: bool = False) -> Callable[[Callable[..., Any]], click.Command]:
+    return cli.command(name, cls=Examples, example=example, context_settings=CONTEXT, hidden=hidden)
+
+
+def options(*added: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several click decorators as one."""
+
+    def apply(function: Any) -> Any:
+        for decorator in reversed(added):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+
+job_options = options(
+    click.argument("model"),
+    click.option("--cluster", required=True, help="Built-in name such as h100-sxm:64x8 (64 nodes of 8), or a YAML file."),
+    click.option("--gpus", type=Tokens(), help="Use this many GPUs of the cluster (default: all)."),
+    click.option("--seq-len", type=Tokens(), required=True, help="Tokens a sequence (8k = 8192)."),
+    click.option("--global-batch", type=Tokens(), required=True, help="Sequences a step."),
+    click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True),
+    click.option("--execution", default="axisplan", show_default=True, help=f"What will run it: {', '.join(EXECUTIONS)}."),
+    click.option("--set", "facts", multiple=True, metavar="execution.KEY=VALUE", help="Set one fact of the execution."),
+    click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam8bit, muon or sgd."),
+    click.option("--moe-imbalance", type=float, help="Max / mean tokens of an expert-parallel rank."),
+    click.option("--memory-limit", type=float, metavar="GIB", help="Usable device memory, instead of the GPU's."),
+    click.option("--margin", type=float, default=0.08, show_default=True, help="Share of usable memory kept free."),
+)
+
+
+def make_job(
+    model: str,
+    cluster: str,
+    gpus: int | None,
+    seq_len: int,
+    global_batch: int,
+    precision: str,
+    execution: str,
+    facts: tuple[str, ...],
+    optimizer: str,
+    moe_imbalance: float | None,
+    memory_limit: float | None,
+    margin: float,
+) -> Job:
+    """The Job that the shared options describe."""
+    from cost_models.execution import load_execution
+    from profiles.huggingface import load_model
+
+    from cost_models.job import GIB, Job
+    from profiles.hardware import load_cluster
+
+    if not 0 <= margin < 1:
+        raise InputError("--margin", margin, "must be at least 0 and below 1", 0.08)
+    if memory_limit is not None and not 0 < memory_limit < 1e6:
+        raise InputError("--memory-limit", memory_limit, "must be GiB above 0", 80)
+    if moe_imbalance is not None and not 1 <= moe_imbalance < 1e4:
+        raise InputError("--moe-imbalance", moe_imbalance, "is max / mean tokens of a rank, so at least 1", 1)
+    spec = load_cluster(cluster)
+    if gpus is not None:
+        spec = spec.with_gpus(gpus)
+    return Job(
+        model=load_model(model),
+        cluster=spec,
+        execution=load_execution(execution, read_facts(facts)),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        optimizer=optimizer,
+        moe_imbalance=moe_imbalance,
+        margin=margin,
+        memory_limit_bytes=memory_limit * GIB if memory_limit is not None else None,
+    )
+
+
+def read_facts(facts: tuple[str, ...]) -> dict[str, str]:
+    """``execution.KEY=VALUE`` options as a mapping."""
+    read = {}
+    for fact in facts:
+        key, sep, value = fact.partition("=")
+        if not sep or not key.startswith("execution."):
+            raise InputError("--set", fact, "must read execution.KEY=VALUE", "execution.attention=flash")
+        read[key.removeprefix("execution.")] = value
+    return read
+
+
+def show_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2))
+
+
+def not_ours() -> str | None:
+    """The line to say when `planner`, `cost_models` or `profiles` would be imported from elsewhere than beside this file.
+
+    Those are common words: a folder of that name on PYTHONPATH must not silently take the place of ours.
+    """
+    home = Path(__file__).resolve().parent
+    for name in ("profiles", "cost_models", "planner"):
+        spec = importlib.util.find_spec(name)
+        where = Path(spec.origin).resolve().parent.parent if spec and spec.origin else None
+        if where != home:
+            return f"the package '{name}' would come from {where or 'nowhere'}, not from axisplan; take that folder off PYTHONPATH"
+    return None
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and exit with DESIGN.md's codes; never a traceback (AXISPLAN_TRACEBACK=1 shows one)."""
+    code = 0
+    try:
+        if problem := not_ours():
+            raise AxisplanError(problem)
+        code = cli.main(args=argv, prog_name="axisplan", standalone_mode=False) or 0
+        sys.stdout.flush()
+    except AxisplanError as error:
+        code = fail(error, error.exit_code)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.exceptions.NoArgsIsHelpError as helped:
+        click.echo(helped.format_message())
+        code = 0
+    except click.UsageError as error:
+        where = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+        code = fail(f"{error.format_message()}{where}", 2)
+    except click.FileError as error:
+        code = fail(error.format_message(), 2)
+    except (click.Abort, KeyboardInterrupt):
+        code = fail("interrupted; nothing half-written was left", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        code = fail(f"{error.filename or 'a file'}: {error.strerror or one_line(error)}", 1)
+    except MemoryError:
+        code = fail("this machine ran out of memory", 1)
+    except RecursionError:
+        code = fail("the input is nested too deeply", 2)
+    except Exception as error:
+        if os.environ.get("AXISPLAN_TRACEBACK"):
+            raise
+        code = fail(f"internal error: {type(error).__name__}: {one_line(error)} (AXISPLAN_TRACEBACK=1 shows where)", 1)
+    sys.exit(code)
+
+
+def fail(error: BaseException | str, code: int) -> int:
+    if os.environ.get("AXISPLAN_TRACEBACK") and isinstance(error, BaseException):
+        raise error
+    click.echo(f"axisplan: {error if isinstance(error, str) else one_line(error)}", err=True)
+    return code
