@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -70,10 +71,12 @@ class Recompute:
             for module in modules:
                 if module not in RECOMPUTE_MODULES:
                     close = difflib.get_close_matches(module, RECOMPUTE_MODULES, 1)
-                    raise InputError("recompute", module, "is not a module that can be recomputed", close[0] if close else "core_attn")
+                    raise InputError(
+                        "recompute", module, "is not a module that can be recomputed", close[0] if close else "core_attn"
+                    )
             rules.append(RecomputeRule(first, last, match[1], modules))
         ordered = sorted(rules, key=lambda r: r.first)
-        for before, after in zip(ordered, ordered[1:], strict=False):
+        for before, after in itertools.pairwise(ordered):
             if before.last is None or after.first <= before.last:
                 raise InputError("recompute", text, f"layer {after.first} is named twice")
         return cls(tuple(ordered))
@@ -345,7 +348,9 @@ class Layout:
         if ring * ulysses != self.cp:
             raise InputError("cp_kind", self.cp_kind, f"ring x ulysses = {ring * ulysses} must equal cp = {self.cp}", "ring")
         if self.stages and len(self.stages) != self.chunks:
-            raise InputError("stages", "|".join(map(str, self.stages)), f"needs pp*vpp = {self.chunks} counts, has {len(self.stages)}")
+            raise InputError(
+                "stages", "|".join(map(str, self.stages)), f"needs pp*vpp = {self.chunks} counts, has {len(self.stages)}"
+            )
 
     def text(self) -> str:
         """The canonical LAYOUT string: every key that differs from its default or is a degree."""
@@ -437,7 +442,12 @@ def _value(key: str, raw: str) -> Any:
         return raw
     if key == "order":
         axes = raw.split("-")
-        if axes[0] != "tp" or set(axes) - {"tp", "cp", "ep", "dp", "pp"} or not {"tp", "dp", "pp"} <= set(axes) or len(set(axes)) != len(axes):
+        if (
+            axes[0] != "tp"
+            or set(axes) - {"tp", "cp", "ep", "dp", "pp"}
+            or not {"tp", "dp", "pp"} <= set(axes)
+            or len(set(axes)) != len(axes)
+        ):
             raise InputError(key, raw, "lists tp, cp, dp, pp innermost first, tp innermost", "tp-cp-dp-pp")
         return "-".join(a for a in axes if a != "ep")
     if key == "schedule":
