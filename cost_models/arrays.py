@@ -1,0 +1,30 @@
+"""Arithmetic that takes one number or a numpy array of them, so that one formula costs one layout or ten thousand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    """``yes`` where ``condition`` holds, else ``no``."""
+    return np.where(condition, yes, no) if isinstance(condition, np.ndarray) else (yes if condition else no)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else max(a, b)
+
+
+def minimum(a: Any, b: Any) -> Any:
+    return np.minimum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else min(a, b)
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """Smallest whole number not below a / b."""
+    return -(-a // b)
+
+
+def always_one(degree: Any) -> bool:
+    """Whether a degree is 1 everywhere, so that what only a larger degree causes can be left out."""
+    return bool(np.all(degree == 1)) if isinstance(degree, np.ndarray) else degree == 1
