@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from cost_models.timing import TimeFacts
 from profiles.errors import AxisplanError, InputError
 
 Elementwise = Literal["fused", "eager", "compiled"]
@@ -23,7 +24,7 @@ Dispatch = Literal["per_expert", "per_rank", "per_node"]
 
 
 @dataclass(frozen=True)
-class Execution:
+class Execution(TimeFacts):
     """Facts about a framework. Bytes are per element or per parameter; sources of a preset's values: ``source_of``."""
 
     name: str = "axisplan"

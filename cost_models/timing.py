@@ -1,0 +1,61 @@
+"""TimeFacts: what a framework's way of launching, overlapping and fusing does to time. A part of ``Execution``.
+
+Each field is a fact or a constant of a *framework*; none belongs to a row, a model or a source. Constants of a GPU or a link live
+in their profiles. Values of the presets, with where each was seen: ``data/executions``; plausible ranges: ``data/time.yaml``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TpOverlap = Literal["none", "backward", "userbuffers", "async"]
+Graphs = Literal["none", "partial", "full"]
+
+
+@dataclass(frozen=True)
+class TimeFacts:
+    """Facts about time. Seconds, bytes, or shares between 0 and 1."""
+
+    # -- compute --------------------------------------------------------------------------------------------------------
+    pointwise_factor: float = 1.2
+    """Time of pointwise kernels over their counted bytes at the achieved memory rate."""
+    optimizer_traffic: float = 34.0
+    """Bytes read and written a parameter of the shard in the optimizer step, gradient norm included."""
+    activation_traffic: float = 1.0
+    """Factor on the feed-forward activation's bytes where a model's activation is not fused (GPT-OSS's clamped SwiGLU)."""
+
+    # -- host -----------------------------------------------------------------------------------------------------------
+    host_layer_seconds: float = 1.0e-3
+    """Host time to launch one pass of one layer; the pass takes the longer of this and its GPU work."""
+    graphs: Graphs = "none"
+    """CUDA graphs: ``full`` removes the host's part, ``partial`` leaves half of it (experts stay eager)."""
+    blocking_launch_seconds: float = 0.0
+    """Added to each pass of each layer where every launch blocks (CUDA_LAUNCH_BLOCKING=1)."""
+    moe_sync_seconds: float = 0.0
+    """Added to the forward of a dropless MoE layer: token counts are brought to the host. Zero with full graphs."""
+    step_overhead_seconds: float = 0.02
+    """Once a step: data, logging, gradient clipping's synchronisation, learning-rate update."""
+
+    # -- overlap --------------------------------------------------------------------------------------------------------
+    tp_overlap: TpOverlap = "backward"
+    """``backward``: collectives run beside weight and input gradient products in backward only; ``userbuffers``, ``async``:
+    they are cut into pieces beside the products, forward too; ``none``: all exposed."""
+    tp_exposed: float = 0.3
+    """Share of the collectives left exposed by ``userbuffers`` or ``async``."""
+    dp_overlap: bool = True
+    """Gradient reduction runs beside the last microbatch's backward, parameter gathering beside the first forward."""
+    gather_overlap: bool = True
+    """The same for parameter gathering alone, where only one of the two is overlapped."""
+    dp_bucket_bytes: float = 256.0 * 2**20
+    """The last bucket is never hidden."""
+    fsdp_prefetch: bool = True
+    """The next layer's parameters are gathered beside this layer's work."""
+    p2p_overlap: bool = True
+    """Interleaved schedules send and receive beside work; plain 1F1B blocks."""
+    p2p_blocking: bool = True
+    """Plain 1F1B: both ranks wait for the transfer."""
+    ep_overlap: bool = False
+    """All-to-all of one microbatch runs beside another's work, whatever the schedule."""
+    cp_overlap: bool = True
+    """Ring passes run beside the attention of the block at hand."""
