@@ -288,6 +288,11 @@ class Layout:
 
         Raises InputError for an unknown key, a bad value, or degrees whose product is not the world.
         """
+        return cls.derive(cls.read(text), world)
+
+    @classmethod
+    def read(cls, text: str) -> dict[str, Any]:
+        """The keys of a LAYOUT string and their values, nothing derived; InputError for an unknown key or a bad value."""
         given = dict(_pairs(text))
         values: dict[str, Any] = {}
         names = {f.name for f in fields(cls)}
@@ -299,7 +304,7 @@ class Layout:
                 close = difflib.get_close_matches(key, sorted(names | {"dp"}), 1)
                 raise InputError("layout", key, f"is not a key; keys are {', '.join(sorted(names))}", close[0] if close else None)
             values[key] = _value(key, raw)
-        return cls.derive(values, world)
+        return values
 
     @classmethod
     def derive(cls, values: dict[str, Any], world: int | None = None) -> Layout:

@@ -1,0 +1,1 @@
+"""The rules of legality by subject; ``planner.legality`` is the door."""

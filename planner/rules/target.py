@@ -1,0 +1,159 @@
+"""Rules of the target: axes, sharding, recompute, dispatch and offload it can express. The data is ``planner/data/limits.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cost_models.layout import even_split
+from planner.rules.core import Break, Case, listed, rule
+
+
+@rule("target", "tp cp pp ep etp dp_replicate dp_shard", "the target has every axis whose degree exceeds 1")
+def axes_are_expressible(case: Case) -> Iterator[Break]:
+    for axis in ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "dp_shard"):
+        degree = getattr(case.layout, axis)
+        if degree > 1 and axis not in case.limits.axes:
+            yield Break(axis, degree, f"{case.limits.target} has no axis {axis}", (1,))
+
+
+@rule("target", "cp cp_kind", "the target has this kind of context parallelism")
+def context_kind_is_expressible(case: Case) -> Iterator[Break]:
+    layout = case.layout
+    kind = "hybrid" if layout.ring > 1 and layout.ulysses > 1 else layout.cp_kind
+    kinds = case.limits.cp_kinds
+    if layout.cp > 1 and kind not in kinds and "cp" in case.limits.axes:
+        yield Break("cp_kind", layout.cp_kind, f"{case.limits.target} has {listed(kinds)}", tuple(k for k in kinds if k != "hybrid"))
+
+
+@rule("target", "zero dp_shard cp", "the target has this ZeRO stage")
+def zero_is_expressible(case: Case) -> Iterator[Break]:
+    layout, limits = case.layout, case.limits
+    zero = layout.zero
+    if zero not in limits.zero and not (zero == 1 and layout.dp_shard * layout.cp == 1):
+        yield Break("zero", zero, f"{limits.target} shards as ZeRO {listed(limits.zero)}", tuple(limits.zero))
+    elif limits.zero_always and zero == 0 and (layout.dp_shard > 1 or layout.cp > 1):
+        what = "dp_shard" if layout.dp_shard > 1 else "cp"
+        yield Break("zero", zero, f"{limits.target}: {what} > 1 always shards parameters (ZeRO 2 or 3)", tuple(z for z in limits.zero if z))
+
+
+@rule("target", "zero pp", "the target pipelines with this ZeRO stage")
+def zero_and_pipeline(case: Case) -> Iterator[Break]:
+    layout, limits = case.layout, case.limits
+    most = limits.max_zero_with_pp if limits.zero3_with_pp else min(limits.max_zero_with_pp, 2)
+    if layout.pp > 1 and layout.zero > most:
+        yield Break("zero", layout.zero, f"{limits.target}: a pipeline goes with ZeRO 0 to {most}", tuple(range(most + 1)))
+
+
+@rule("target", "zero tp", "the target shards parameters beside tensor parallelism")
+def zero_and_tensor(case: Case) -> Iterator[Break]:
+    layout, limits = case.layout, case.limits
+    if layout.tp > 1 and layout.zero == 3 and not limits.tp_zero3:
+        yield Break("zero", 3, f"{limits.target}: tensor-parallel training supports ZeRO 0, 1 and 2", (2, 1, 0))
+    most = {2: limits.zero2_max_tp, 3: limits.zero3_max_tp}.get(layout.zero, 0)
+    if most and layout.tp > most:
+        yield Break("tp", layout.tp, f"{limits.target}: ZeRO {layout.zero} goes with tp up to {most}", tuple(range(1, most + 1)))
+
+
+@rule("target", "tp cp dp_replicate dp_shard", "replication beside tp or cp needs sharding where the target says so")
+def replication_needs_sharding(case: Case) -> Iterator[Break]:
+    layout = case.layout
+    if case.limits.replicate_needs_shard and layout.dp_replicate > 1 and layout.dp_shard == 1 and layout.tp * layout.cp > 1:
+        yield Break("dp_shard", 1, f"{case.limits.target}: dp_replicate {layout.dp_replicate} beside tp or cp needs dp_shard > 1")
+
+
+@rule("target", "tp cp cp_kind", "tensor and Ulysses parallelism go together in the target")
+def tensor_and_ulysses(case: Case) -> Iterator[Break]:
+    if case.layout.tp > 1 and case.layout.ulysses > 1 and not case.limits.tp_with_ulysses:
+        yield Break("cp", case.layout.cp, f"{case.limits.target}: no Ulysses beside tensor parallelism", (1,))
+
+
+@rule("target", "pp ep", "pipeline and expert parallelism go together in the target")
+def pipeline_and_experts(case: Case) -> Iterator[Break]:
+    if case.layout.pp > 1 and case.layout.ep > 1 and not case.limits.pp_with_ep:
+        yield Break("ep", case.layout.ep, f"{case.limits.target}: no expert parallelism inside a pipeline", (1,))
+
+
+@rule("target", "tp sp", "sequence parallelism splits over a tensor-parallel group")
+def sequence_needs_tensor(case: Case) -> Iterator[Break]:
+    if case.layout.sp and case.layout.tp == 1:
+        yield Break("sp", True, "sequence parallelism needs tp > 1", (False,))
+
+
+@rule("target", "tp sp", "a mixture of experts under tensor parallelism needs sequence parallelism where the target says so")
+def experts_need_sequence(case: Case) -> Iterator[Break]:
+    if case.job.model.moe is not None and case.layout.tp > 1 and not case.layout.sp and case.limits.moe_tp_needs_sp:
+        yield Break("sp", False, f"{case.limits.target}: MoE with tp > 1 needs sequence parallelism", (True,))
+
+
+@rule("target", "ep dispatcher", "the target has this dispatcher")
+def dispatcher_is_expressible(case: Case) -> Iterator[Break]:
+    known = case.limits.dispatchers
+    if case.layout.ep > 1 and case.layout.dispatcher not in known:
+        yield Break("dispatcher", case.layout.dispatcher, f"{case.limits.target} has {listed(known)}", tuple(known))
+
+
+@rule("target", "offload", "the target can offload this")
+def offload_is_expressible(case: Case) -> Iterator[Break]:
+    for what in case.layout.offload:
+        if what not in case.limits.offload:
+            known = listed(case.limits.offload) or "nothing"
+            yield Break("offload", "+".join(case.layout.offload), f"{case.limits.target} offloads {known}", ("none",))
+
+
+@rule("target", "pp offload recompute", "activation offload excludes pipeline and recompute where the target says so")
+def offload_and_recompute(case: Case) -> Iterator[Break]:
+    layout = case.layout
+    if "activations" in layout.offload and case.limits.target == "megatron" and (layout.pp > 1 or layout.recompute != "none"):
+        yield Break("offload", "+".join(layout.offload), "megatron: activation offload excludes pipeline and recompute", ("none",))
+
+
+@rule("target", "pp vpp stages recompute", "the target can express this choice of what is recomputed")
+def recompute_is_expressible(case: Case) -> Iterator[Break]:
+    layout, limits = case.layout, case.limits
+    rules = layout.recompute_rules.rules
+    for part in rules:
+        if part.mode not in limits.recompute_modes:
+            yield Break("recompute", layout.recompute, f"{limits.target} recomputes {listed(limits.recompute_modes)}", tuple(limits.recompute_modes))
+            return
+        unknown = [m for m in part.modules if m not in limits.modules]
+        if unknown:
+            near = tuple(limits.recompute_modes[:1]) if not limits.modules else (f"selective({limits.modules[0]})", "none")
+            yield Break("recompute", layout.recompute, f"{limits.target} cannot recompute {listed(unknown)} alone", near)
+            return
+    layers = case.job.model.num_layers
+    last = max((r.last for r in rules if r.last is not None), default=0)
+    if last >= layers:
+        yield Break("recompute", layout.recompute, f"names layer {last}; the model's are 0 to {layers - 1}", ())
+        return
+    if limits.recompute == "layer":
+        return
+    choices = [str(layout.recompute_rules.of(i).mode) + ",".join(layout.recompute_rules.of(i).modules) for i in range(layers)]
+    if len(set(choices)) == 1:
+        return
+    if limits.recompute == "block" and set(choices) <= {"none", "full"} and _same_block(layout, choices):
+        return
+    how = "one choice for the whole model" if limits.recompute == "model" else "one choice, or the first n layers of every chunk in full"
+    yield Break("recompute", layout.recompute, f"{limits.target} expresses {how}", ("full", "none"))
+
+
+def _same_block(layout: Any, choices: list[str]) -> bool:
+    """Whether every chunk recomputes its first n layers in full, with one n (or all it has, when fewer)."""
+    counts = layout.stages or even_split(len(choices), layout.pp * layout.vpp)
+    start, blocks = 0, []
+    for count in counts:
+        chunk = choices[start : start + count]
+        full = sum(c == "full" for c in chunk)
+        if chunk[:full] != ["full"] * full:
+            return False
+        blocks.append((full, count))
+        start += count
+    n = max(full for full, _ in blocks)
+    return all(full == min(n, count) for full, count in blocks)
+
+
+@rule("target", "", "the target trains in this precision")
+def precision_is_expressible(case: Case) -> Iterator[Break]:
+    known = getattr(case.job.execution, "precisions", ())
+    if known and case.job.precision not in known:
+        yield Break("precision", case.job.precision, f"{case.job.execution.name} trains in {listed(known)}", tuple(known))
