@@ -1,0 +1,76 @@
+"""The two ends of the model: embedding, and final norm with head and loss."""
+
+from __future__ import annotations
+
+from cost_models.arrays import ceil_div, minimum
+from cost_models.layer_cost import Builder, LayerCost, Local
+from profiles.operations import Matmul, Number, Pointwise
+
+
+def vocab_rows(local: Local) -> Number:
+    """Rows of the (padded) vocabulary on one rank."""
+    if not local.execution.vocab_parallel:
+        return local.model.vocab
+    multiple = local.execution.vocab_multiple
+    return ceil_div(local.model.vocab, multiple * local.degrees.tp) * multiple
+
+
+def embedding_operations(local: Local) -> LayerCost:
+    """Lookup of token rows split over TP by vocabulary, the reduction of its partial sums, dropout, an optional norm."""
+    model, execution = local.model, local.execution
+    b = Builder(local, "embedding")
+    width = model.embedding_width or model.hidden
+    size = local.tokens * width * local.bytes
+    b.forward.append(Pointwise(2 * size, 1, "embedding"))
+    b.weight_pass("embedding", 3 * size)
+    b.keep("token_ids", 8 * local.tokens)
+    if execution.vocab_parallel:
+        b.leave_tensor_parallel("embedding_out", local.tokens * width)
+    if model.learned_positions:
+        b.pointwise("positions", 2 * local.split_tokens * width * local.bytes, local.split_tokens * width * local.bytes)
+    if model.embedding_width:
+        b.linear("embedding_projection", local.split_tokens, model.hidden, width)
+        b.keep("embedding_projection_input", local.split_tokens * width * local.bytes, weight=True)
+    if model.embedding_norm:
+        b.norm("embedding_norm", local.split_tokens, model.hidden, output=False)
+    if execution.hidden_dropout:
+        elements = local.split_tokens * model.hidden
+        b.pointwise("embedding_dropout", 5 * elements, 5 * elements)
+        b.keep("embedding_dropout_mask", elements)
+    return b.done()
+
+
+def head_operations(local: Local) -> LayerCost:
+    """Final norm, output projection and cross entropy. With the vocabulary split over TP the loss reduces three fp32 numbers a
+    token (maximum, target logit, sum of exponentials; Shoeybi et al. 2019, section 3). ``transient``: logits beyond the kept."""
+    model, execution = local.model, local.execution
+    b = Builder(local, "head")
+    tokens, h, rows = local.tokens, model.hidden, vocab_rows(local)
+    if model.final_norm:
+        b.norm("final_norm", local.split_tokens, h, output=True, gathered=local.gathered_rows)
+    else:
+        b.linear_input("head_input", local.kept_rows * h, kept=False)
+    width = model.embedding_width or h
+    if model.embedding_width:
+        b.linear("head_projection", local.split_tokens, width, h)
+        b.keep("head_projection_output", local.split_tokens * width * local.bytes, weight=True)
+    if execution.vocab_parallel:
+        b.enter_tensor_parallel("head_in", tokens * width)
+    b.linear("head", tokens, rows, width, dtype=local.dtype)
+    logits = tokens * rows
+    scale = local.bytes / 2
+    b.pointwise("loss", execution.logit_forward_traffic * logits * scale, execution.logit_backward_traffic * logits * scale, 3)
+    if execution.vocab_parallel:
+        b.collective("forward", "all_reduce", "tp", 4 * tokens, "loss", 3)
+    alive = minimum(tokens, execution.loss_chunk_tokens) if execution.loss_chunk_tokens else tokens
+    if not execution.loss_chunk_tokens:
+        b.keep("logits", execution.logit_saved_bytes * logits * scale)
+    else:
+        b.keep("head_input_gradient", local.split_tokens * width * local.bytes)
+    beyond = execution.logit_peak_bytes - (0 if execution.loss_chunk_tokens else execution.logit_saved_bytes)
+    return b.done(input_bytes=local.split_tokens * h * local.bytes, transient=beyond * alive * rows * scale)
+
+
+def head_recompute(local: Local) -> Matmul:
+    """The logits again, where a chunked loss computes its gradient in backward."""
+    return Matmul(local.tokens, vocab_rows(local), local.model.hidden, local.dtype, 1, "head")

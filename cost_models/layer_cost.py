@@ -1,0 +1,332 @@
+"""What a layer's operations are written with: ``Local`` (one rank's share of one microbatch), ``Builder``; the result, ``LayerCost``.
+
+Degrees may be a ``Layout`` or anything with the same attributes, numpy arrays included (``Degrees``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from cost_models.arrays import always_one, ceil_div, maximum, where
+from cost_models.execution import Execution
+from cost_models.job import Job
+from profiles.model import ModelSpec
+from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
+
+LOW_PRECISION = ("fp8", "mxfp8", "nvfp4")
+"""Precisions whose linear layers run in fewer than 16 bits; attention, router and head stay in bf16."""
+
+
+class Degrees(Protocol):
+    """The degrees a layer's cost depends on: a ``Layout``, or arrays of one shape under the same names."""
+
+    @property
+    def tp(self) -> Number: ...
+    @property
+    def sp(self) -> Any: ...
+    @property
+    def ring(self) -> Number: ...
+    @property
+    def ulysses(self) -> Number: ...
+    @property
+    def cp_kind(self) -> str: ...
+    @property
+    def ep(self) -> Number: ...
+    @property
+    def etp(self) -> Number: ...
+    @property
+    def micro_batch(self) -> Number: ...
+    @property
+    def dispatcher(self) -> str: ...
+    @property
+    def capacity(self) -> Number: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor kept from a layer's forward to its backward: its bytes on one rank for one microbatch, and the block it belongs to
+    (``norm``, ``attention``, ``mlp``, ``moe``, ``head``, ...). ``held_for_weight``: needed by the weight-gradient pass; the rest
+    is free once the input-gradient pass is done."""
+
+    name: str
+    bytes: Number
+    module: str
+    held_for_weight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """A layer (or embedding, or head) on one rank for one microbatch: operations in the order they run, and what is kept.
+
+    ``transient`` is the most bytes alive inside the layer beyond kept tensors, in forward or backward.
+    """
+
+    forward: tuple[Operation, ...] = ()
+    backward_input: tuple[Operation, ...] = ()
+    backward_weight: tuple[Operation, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    input_bytes: Number = 0
+    """The layer's own input, which full recompute keeps instead of everything in ``saved``."""
+    transient: Number = 0
+
+    @property
+    def saved_bytes(self) -> Number:
+        return sum(s.bytes for s in self.saved)
+
+    @property
+    def weight_pass_bytes(self) -> Number:
+        """What a schedule that runs the weight gradients apart holds between the two passes: their inputs, and the gradients of
+        the linear layers' outputs (2 bytes an element)."""
+        held = sum(s.bytes for s in self.saved if s.held_for_weight)
+        for op in self.backward_weight:
+            if isinstance(op, Matmul):
+                held = held + 2 * op.k * op.n
+            elif isinstance(op, GroupedMatmul):
+                held = held + 2 * op.tokens * op.n
+        return held
+
+    def operations(self) -> tuple[Operation, ...]:
+        return self.forward + self.backward_input + self.backward_weight
+
+    def __add__(self, other: LayerCost) -> LayerCost:
+        """One after the other (``other`` runs later in forward, earlier in backward)."""
+        return LayerCost(
+            self.forward + other.forward,
+            other.backward_input + self.backward_input,
+            other.backward_weight + self.backward_weight,
+            self.saved + other.saved,
+            self.input_bytes,
+            maximum(self.transient, other.transient),
+        )
+
+
+@dataclass(frozen=True)
+class Local:
+    """One rank's share of one microbatch of ``job`` under ``degrees``: token counts, element sizes, dtypes."""
+
+    job: Job
+    degrees: Degrees
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.job.model
+
+    @property
+    def execution(self) -> Execution:
+        return self.job.execution
+
+    @cached_property
+    def cp(self) -> Number:
+        return self.degrees.ring * self.degrees.ulysses
+
+    @cached_property
+    def tokens(self) -> Number:
+        """Tokens of a microbatch on this rank, all of its TP group's together."""
+        return self.degrees.micro_batch * self.job.seq_len // self.cp
+
+    @cached_property
+    def sp(self) -> Number:
+        """Ways in which the norm and residual regions are split: TP under sequence parallelism, else 1."""
+        return where(self.degrees.sp, self.degrees.tp, 1)
+
+    @cached_property
+    def split_tokens(self) -> Number:
+        """Tokens in norm and residual regions."""
+        return ceil_div(self.tokens, self.sp)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of an activation element."""
+        return 4 if self.job.precision == "fp32" else 2
+
+    @cached_property
+    def dtype(self) -> str:
+        """Dtype of activations, attention, router and head."""
+        return "bf16" if self.job.precision in LOW_PRECISION else self.job.precision
+
+    @property
+    def linear_dtype(self) -> str:
+        """Dtype of the linear layers' matrix products."""
+        return self.job.precision
+
+    @property
+    def low_precision(self) -> bool:
+        return self.job.precision in LOW_PRECISION
+
+    @property
+    def input_bytes(self) -> float:
+        """Bytes an element of a linear layer's kept input."""
+        return self.execution.fp8_input_bytes if self.low_precision else float(self.bytes)
+
+    @property
+    def gathered_rows(self) -> Number | None:
+        """Rows of a linear layer's kept input in a TP region where the Execution keeps the gathered one, else None."""
+        return self.tokens if self.execution.keeps_gathered_input else None
+
+    @property
+    def kept_rows(self) -> Number:
+        """Rows of a linear layer's kept input in a TP region."""
+        return self.tokens if self.execution.keeps_gathered_input else self.split_tokens
+
+
+@dataclass
+class Builder:
+    """Collects a block's operations. Blocks add in forward order; backward lists are reversed at the end."""
+
+    local: Local
+    module: str
+    forward: list[Operation] = field(default_factory=list)
+    _backward_input: list[Operation] = field(default_factory=list)
+    _backward_weight: list[Operation] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+
+    def done(self, input_bytes: Number = 0, transient: Number = 0) -> LayerCost:
+        return LayerCost(
+            tuple(self.forward),
+            tuple(reversed(self._backward_input)),
+            tuple(reversed(self._backward_weight)),
+            tuple(self.saved),
+            input_bytes,
+            transient,
+        )
+
+    def keep(self, name: str, bytes: Number, *, weight: bool = False, module: str | None = None) -> None:
+        self.saved.append(Saved(name, bytes, module or self.module, weight))
+
+    def pointwise(self, name: str, forward: Number, backward: Number, kernels: int = 1) -> None:
+        """Memory-bound work of ``forward`` bytes, and of ``backward`` bytes in the input-gradient pass."""
+        self.forward.append(Pointwise(forward, kernels, name))
+        self._backward_input.append(Pointwise(backward, kernels, name))
+
+    def weight_pass(self, name: str, bytes: Number) -> None:
+        """Memory-bound work of the weight-gradient pass."""
+        self._backward_weight.append(Pointwise(bytes, 1, name))
+
+    def attend(self, op: Attend) -> None:
+        """Fused attention, forward and backward (which recomputes the scores: 2.5 times the FLOPs)."""
+        self.forward.append(op)
+        self._backward_input.append(replace(op, backward=True))
+
+    def only_forward(self, *ops: Operation) -> None:
+        self.forward += ops
+
+    def only_backward_input(self, *ops: Operation) -> None:
+        """``ops`` in the order they run."""
+        self._backward_input += reversed(ops)
+
+    def linear(
+        self, name: str, m: Number, n: Number, k: Number, *, pieces: int = 1, dtype: str | None = None, frozen: bool = False
+    ) -> None:
+        """y[m, n] = x[m, k] w[k, n], its two backward products, and what a low precision adds. ``pieces``: separate products of
+        n / pieces columns each."""
+        kind = dtype or self.local.linear_dtype
+        execution = self.local.execution
+        if kind in LOW_PRECISION:
+            self.forward.append(Pointwise(execution.quantise_bytes * m * k, 1, f"{name}.quantise"))
+            self._backward_input.append(Pointwise(execution.quantise_bytes * m * n, 1, f"{name}.quantise"))
+        for _ in range(pieces):
+            part = n // pieces
+            self.forward.append(Matmul(m, part, k, kind, 1, name))
+            self._backward_input.append(Matmul(m, k, part, kind, 1, name))
+            if not frozen:
+                if execution.accumulate_bytes:
+                    self._backward_weight.append(Pointwise(execution.accumulate_bytes * part * k, 1, f"{name}.accumulate"))
+                self._backward_weight.append(Matmul(k, part, m, kind, 1, name, weight_gradient=True))
+
+    def grouped(self, name: str, tokens: Number, n: Number, k: Number, groups: Number, frozen: bool = False) -> None:
+        """Experts' linear layer: ``tokens`` rows shared among ``groups`` weights of k x n."""
+        kind = self.local.linear_dtype
+        execution = self.local.execution
+        if kind in LOW_PRECISION:
+            self.forward.append(Pointwise(execution.quantise_bytes * tokens * k, 1, f"{name}.quantise"))
+            self._backward_input.append(Pointwise(execution.quantise_bytes * tokens * n, 1, f"{name}.quantise"))
+        self.forward.append(GroupedMatmul(tokens, n, k, groups, kind, name))
+        self._backward_input.append(GroupedMatmul(tokens, k, n, groups, kind, name))
+        if not frozen:
+            if execution.accumulate_bytes:
+                self._backward_weight.append(Pointwise(execution.accumulate_bytes * groups * n * k, 1, f"{name}.accumulate"))
+            self._backward_weight.append(GroupedMatmul(tokens, n, k, groups, kind, name, weight_gradient=True))
+
+    def collective(self, phase: str, kind: str, axis: str, bytes: Number, name: str, count: Number = 1) -> None:
+        """A collective in ``phase`` (forward, backward_input, backward_weight), ``count`` times in a row; left out where it moves
+        nothing or its axis has one rank everywhere."""
+        if always_one(axis_ranks(self.local.degrees, axis)) or not np.any(bytes) or not np.any(count):
+            return
+        target = {"forward": self.forward, "backward_input": self._backward_input, "backward_weight": self._backward_weight}[phase]
+        target.append(Collective(kind, axis, bytes, name, count))
+
+    def enter_tensor_parallel(self, name: str, elements: Number, *, regather: bool = True) -> None:
+        """Into a TP region with an input of ``elements`` (full, over the TP group): all-gather under SP, whose gradient is a
+        reduce-scatter; without SP the input is whole already and its gradient is an all-reduce. Under SP the weight gradient
+        needs the gathered input again unless the Execution keeps it. Source: Korthikanti et al. 2022, section 4.2.2."""
+        size = elements * self.local.bytes
+        split, whole = self._by_sequence_parallel(size)
+        self.collective("forward", "all_gather", "tp", split, name)
+        self.collective("backward_input", "reduce_scatter", "tp", split, name)
+        self.collective("backward_input", "all_reduce", "tp", whole, name)
+        if regather and not self.local.execution.keeps_gathered_input:
+            self.collective("backward_weight", "all_gather", "tp", split, name)
+
+    def leave_tensor_parallel(self, name: str, elements: Number) -> None:
+        """Out of a TP region with partial sums of ``elements``: reduce-scatter under SP (gradient: all-gather), all-reduce without
+        (gradient: nothing). Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2."""
+        split, whole = self._by_sequence_parallel(elements * self.local.bytes)
+        self.collective("forward", "reduce_scatter", "tp", split, name)
+        self.collective("forward", "all_reduce", "tp", whole, name)
+        self.collective("backward_input", "all_gather", "tp", split, name)
+
+    def _by_sequence_parallel(self, size: Number) -> tuple[Number, Number]:
+        """``size`` where sequence parallelism is on, and ``size`` where it is off."""
+        return where(self.local.degrees.sp, size, 0), where(self.local.degrees.sp, 0, size)
+
+    def norm(self, name: str, tokens: Number, width: Number, *, output: bool, gathered: Number | None = None) -> None:
+        """A normalisation of ``width`` over ``tokens`` rows: its work, the input it keeps, and (``output``) its output as the kept
+        input of the linear layer behind it; ``gathered`` = rows of that input where the gathered one is kept."""
+        local, execution = self.local, self.local.execution
+        size = tokens * width
+        self.pointwise(name, 2 * size * local.bytes, 3 * size * local.bytes)
+        eager = execution.elementwise == "eager"
+        self.keep(f"{name}_input", size * (4 if eager else local.bytes), module="norm")
+        if eager:
+            self.keep(f"{name}_normalised", size * local.bytes, module="norm")
+        if execution.statistics:
+            self.keep(f"{name}_statistics", 4 * tokens * (2 if local.model.norm == "layer" else 1), module="norm")
+        if output and (execution.elementwise != "compiled" or gathered is not None):
+            rows = tokens if gathered is None else gathered
+            self.keep(f"{name}_output", rows * width * local.input_bytes, weight=True, module="norm_output")
+
+    def residual(self, block: str, *, post_norm: bool, reduce: bool = True) -> LayerCost:
+        """End of a block: out of the TP region (``reduce``), an optional norm behind the block, dropout, the residual addition."""
+        local = self.local
+        size = local.split_tokens * local.model.hidden
+        if reduce:
+            self.leave_tensor_parallel(f"{block}_out", local.tokens * local.model.hidden)
+        if post_norm:
+            self.norm(f"{block}_post_norm", local.split_tokens, local.model.hidden, output=False)
+        dropout = local.execution.hidden_dropout
+        if dropout:
+            self.keep(f"{block}_dropout_mask", size)
+        traffic = size * (3 * local.bytes + (4 if dropout else 0))
+        self.pointwise(f"{block}_residual", traffic, traffic)
+        return self.done(input_bytes=size * local.bytes)
+
+    def linear_input(self, name: str, elements: Number, *, kept: bool) -> None:
+        """The kept input of a linear layer: nothing new where a 16-bit tensor of the same values is ``kept`` already and serves."""
+        if not kept:
+            self.keep(name, elements * self.local.input_bytes, weight=True)
+        elif self.local.low_precision and self.local.execution.fp8_input_bytes != self.local.bytes:
+            self.keep(f"{name}_quantised", elements * self.local.input_bytes, weight=True)
+
+
+def axis_ranks(degrees: Any, axis: str) -> Number:
+    """Ranks of the group a collective's ``axis`` names: tp, ring, ulysses (the two parts of cp), cp, ep, etp, tp_ep, pp, dp, edp,
+    dp_shard, dp_replicate."""
+    if axis == "cp":
+        return degrees.ring * degrees.ulysses
+    if axis == "etp_ep":
+        return degrees.etp * degrees.ep
+    return getattr(degrees, axis)

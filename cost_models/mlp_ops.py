@@ -1,0 +1,48 @@
+"""The dense feed-forward: gated or plain, split over TP by its inner width."""
+
+from __future__ import annotations
+
+from cost_models.layer_cost import Builder, LayerCost, Local
+from profiles.model import Mlp
+from profiles.operations import Number
+
+
+def mlp_operations(local: Local, ffn: Mlp, *, norm: bool, post_norm: bool, enter: bool = True, leave: bool = True) -> LayerCost:
+    """Norm, up (and gate) projection, activation, down projection, residual (Shoeybi et al. 2019, section 3).
+
+    ``enter`` / ``leave``: False where a parallel block shares the other half's input or reduction.
+    """
+    b = Builder(local, "mlp")
+    tokens, split, h = local.tokens, local.split_tokens, local.model.hidden
+    width = ffn.width // local.degrees.tp
+    if norm:
+        b.norm("mlp_norm", split, h, output=True, gathered=local.gathered_rows)
+    elif enter:
+        b.linear_input("mlp_input", local.kept_rows * h, kept=False)
+    if enter:
+        b.enter_tensor_parallel("mlp_in", tokens * h)
+    projections(b, "mlp", tokens, h, width, gated=ffn.gated)
+    return b.residual("mlp", post_norm=post_norm, reduce=leave)
+
+
+def projections(b: Builder, name: str, tokens: Number, h: int, width: Number, *, gated: bool) -> None:
+    """Up, activation, down on ``tokens`` rows, and what they keep. Bytes of the activation: gated reads two and writes one element
+    (backward reads three, writes two); plain reads and writes one (backward reads two, writes one)."""
+    execution = b.local.execution
+    up = 2 * width if gated else width
+    b.linear(f"{name}_up", tokens, up, h, pieces=1 if execution.fused_gate_up or not gated else 2)
+    activation(b, name, tokens * width, gated=gated)
+    b.linear(f"{name}_down", tokens, h, width)
+
+
+def activation(b: Builder, name: str, elements: Number, *, gated: bool) -> None:
+    """The activation over ``elements`` inner elements: its traffic and what it keeps. The kept product is the down projection's
+    input; an eager gate keeps act(gate) as well; a compiled one recomputes the product from gate and up."""
+    local, execution = b.local, b.local.execution
+    size = elements * local.bytes
+    b.pointwise(f"{name}_activation", (3 if gated else 2) * size, (5 if gated else 3) * size)
+    b.keep(f"{name}_hidden", (2 if gated else 1) * size)
+    if gated and execution.elementwise == "eager":
+        b.keep(f"{name}_gate_output", size)
+    if execution.elementwise != "compiled":
+        b.keep(f"{name}_product", elements * local.input_bytes, weight=True, module=f"{name}_product")
