@@ -24,7 +24,8 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """C[m, n] = A[m, k] B[k, n], ``batch`` times: 2 m n k FLOPs each."""
+    """C[m, n] = A[m, k] B[k, n], ``batch`` times: 2 m n k FLOPs each. ``weight_gradient``: a product over tokens that
+    accumulates in fp32 (a few per cent slower than forward and input gradient)."""
 
     m: Number
     n: Number
@@ -32,6 +33,7 @@ class Matmul:
     dtype: str = "bf16"
     batch: Number = 1
     name: str = ""
+    weight_gradient: bool = False
 
     @property
     def flops(self) -> Number:
@@ -40,7 +42,8 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatmul:
-    """``groups`` products that share n and k and split ``tokens`` rows among them (experts of a MoE layer)."""
+    """``groups`` products that share n and k and split ``tokens`` rows among them (experts of a MoE layer). Sizes are those of
+    the forward product also where ``weight_gradient`` says that it is the one that sums over each group's tokens."""
 
     tokens: Number
     n: Number
@@ -48,6 +51,7 @@ class GroupedMatmul:
     groups: Number
     dtype: str = "bf16"
     name: str = ""
+    weight_gradient: bool = False
 
     @property
     def flops(self) -> Number:
@@ -102,6 +106,8 @@ class Collective:
     axis: str
     bytes: Number
     name: str = ""
+    count: Number = 1
+    """Times it runs, one after the other (the passes of a ring)."""
 
     @property
     def flops(self) -> Number:
