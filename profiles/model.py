@@ -10,10 +10,13 @@ All widths are full (unsharded) sizes in elements; what a rank holds of them is 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from profiles.parameters import Parameters, count_parameters
+
+MAX_LAYERS = 10_000
 Count = Annotated[int, Field(gt=0)]
 
 
@@ -95,6 +98,8 @@ class StateSpace(Spec):
     dt_rank: int = 0
     """Mamba-1: rank of the step-size projection."""
     bias: bool = False
+    """Biases of in_proj and (unless ``output_bias`` says otherwise) of out_proj."""
+    output_bias: bool | None = None
     convolution_bias: bool = True
     gated_norm: bool = True
     inner_norms: bool = False
@@ -145,6 +150,8 @@ class Moe(Spec):
     """A learned bias of the router's projection (a parameter)."""
     selection_bias: bool = False
     """DeepSeek-V3: a bias that only selects (a buffer, not a parameter)."""
+    selection_bias_stored: bool = False
+    """ERNIE 4.5: the selection bias is stored among the parameters (and counted there)."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     normalise_top_k: bool = True
     scaling: float = 1.0
@@ -153,6 +160,7 @@ class Moe(Spec):
     """Node-limited routing: experts are chosen from ``top_groups`` of ``groups`` groups."""
     shared_width: int = 0
     """Inner width of the always-active shared expert(s), summed; 0 = none."""
+    shared_bias: bool = False
     shared_gate: bool = False
     """Qwen2-MoE: the shared expert's output is scaled by a learned gate (hidden -> 1)."""
 
@@ -171,6 +179,8 @@ class Layer(Spec):
     """One layer: ``norms`` normalisations of the hidden width around a mixer and a feed-forward."""
 
     mixer: Mixer | None = None
+    beside: Mixer | None = None
+    """A second mixer that reads the same input as ``mixer``; their outputs are added (Falcon-H1: Mamba beside attention)."""
     ffn: FeedForward | None = None
     norms: int = 2
     """Normalisations of hidden width in the layer: 2 usual, 4 Gemma-2/3 and GLM-4, 1 parallel blocks with one norm."""
@@ -178,6 +188,11 @@ class Layer(Spec):
     """Mixer and feed-forward read the same residual (GPT-J, NeoX, Falcon, Phi-1/2, Cohere): one TP all-reduce can serve both."""
     post_norm: bool = False
     """The norm follows the block instead of preceding it (OLMo 2)."""
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers present, in order."""
+        return tuple(m for m in (self.mixer, self.beside) if m is not None)
 
 
 class ModelSpec(Spec):
@@ -190,6 +205,7 @@ class ModelSpec(Spec):
     vocab: Count
     kinds: tuple[Layer, ...]
     pattern: tuple[int, ...]
+    """Kind of each layer. Files may write it as text: ``"0*3 1*58"`` is three layers of kind 0, then 58 of kind 1."""
     tied: bool = False
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
@@ -223,6 +239,13 @@ class ModelSpec(Spec):
             raise ValueError(f"pattern names kind {bad[0]}; there are kinds 0..{len(self.kinds) - 1}")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _short_pattern(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("pattern"), str):
+            return {**data, "pattern": expand_pattern(data["pattern"])}
+        return data
+
     @property
     def num_layers(self) -> int:
         return len(self.pattern)
@@ -242,6 +265,11 @@ class ModelSpec(Spec):
         return tuple(runs)
 
     @cached_property
+    def parameters(self) -> Parameters:
+        """Parameters by part, in total and active for a token (profiles.parameters)."""
+        return count_parameters(self)
+
+    @cached_property
     def moe(self) -> Moe | None:
         """The first mixture-of-experts feed-forward, None for a dense model."""
         return next((k.ffn for k in self.kinds if isinstance(k.ffn, Moe)), None)
@@ -250,6 +278,17 @@ class ModelSpec(Spec):
     def attention(self) -> Attention | LatentAttention | None:
         """The first attention mixer, None for a model without attention."""
         return next((k.mixer for k in self.kinds if isinstance(k.mixer, (Attention, LatentAttention))), None)
+
+
+def expand_pattern(text: str) -> tuple[int, ...]:
+    """``"0*3 1*58"`` -> three zeros and 58 ones. Raises ValueError on other text or on more than ``MAX_LAYERS`` layers."""
+    runs = [part.split("*") for part in text.replace(",", " ").split()]
+    if not all(len(run) in (1, 2) and all(part.strip().isdigit() and len(part) < 9 for part in run) for run in runs):
+        raise ValueError('a pattern is written as "KIND*COUNT KIND*COUNT ...", such as "0*3 1*58"')
+    counts = [(int(run[0]), int(run[1]) if len(run) == 2 else 1) for run in runs]
+    if sum(count for _, count in counts) > MAX_LAYERS:
+        raise ValueError(f"more than {MAX_LAYERS} layers")
+    return tuple(kind for kind, count in counts for _ in range(count))
 
 
 def uniform(name: str, layer: Layer, count: int, **fields: object) -> ModelSpec:
