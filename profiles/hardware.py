@@ -1,8 +1,33 @@
 """What a GPU, a link and a cluster can do: ``GpuProfile.seconds(operation)``, ``Link.seconds(collective)``, ``ClusterSpec``.
 
-Forms (constants and held-out errors: docs/hardware.md):
-
-* matrix product: ``t = t0 + max(F/(eff P) (1+m0/m)(1+n0/n)(1+k0/k)(1+F/F0)^g, bytes/(memory rate))``
-* attention: ``t = t0 + F/(eff P) (1+s0/s)(1+w0 SM/tiles)``
-* collective: ``t = alpha + S/B + c sqrt(S)``, S the bytes a rank puts on the wire
+One door to four rooms: ``profiles.gpu`` (curves and memory of a GPU), ``profiles.links`` (one collective on one link) and
+``profiles.cluster`` (domains, hierarchical collectives); names and files are in ``profiles.catalogue``. Forms, constants and held-out errors: docs/hardware.md.
 """
+
+from __future__ import annotations
+
+from profiles.catalogue import cluster_names, describe, gpu_names, load_cluster, load_gpu, load_link, to_yaml
+from profiles.cluster import ClusterSpec, Level, Pool
+from profiles.gpu import AttentionCurve, Constant, GpuFacts, GpuProfile, GroupedCurve, MatmulCurve
+from profiles.links import CollectiveCurve, Link
+
+__all__ = [
+    "AttentionCurve",
+    "ClusterSpec",
+    "CollectiveCurve",
+    "Constant",
+    "GpuFacts",
+    "GpuProfile",
+    "GroupedCurve",
+    "Level",
+    "Link",
+    "MatmulCurve",
+    "Pool",
+    "cluster_names",
+    "describe",
+    "gpu_names",
+    "load_cluster",
+    "load_gpu",
+    "load_link",
+    "to_yaml",
+]

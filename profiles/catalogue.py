@@ -1,0 +1,310 @@
+"""Names and files of GPUs, links and clusters: what ships with the package, what a user writes, what the profiler writes.
+
+A GPU file holds a ``GpuProfile``; a cluster file a ``ClusterSpec`` in which ``gpu`` and each level's ``link`` are a name or the whole
+thing. ``like: NAME`` at the top of a shipped file starts from another one and replaces what is given (mappings key by key).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from profiles.cluster import ClusterSpec, Level
+from profiles.errors import InputError
+from profiles.gpu import Constant, GpuProfile
+from profiles.links import Link
+
+LARGEST_FILE_BYTES = 4 << 20
+T = TypeVar("T", GpuProfile, Link, ClusterSpec)
+Row = tuple[str, float, str, str, str]
+"""(field, value, unit, origin, source) of one constant."""
+
+
+def _loader() -> Any:
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _read(path: Path, field: str) -> dict[str, Any]:
+    """A mapping from a YAML file: safe loader, bounded size, no aliases (they can blow up), one InputError whatever is wrong."""
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_FILE_BYTES:
+            raise InputError(field, str(path), f"{size} bytes; at most {LARGEST_FILE_BYTES}", None)
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_loader())):
+            raise InputError(field, str(path), "YAML aliases are not read here; write the value out", None)
+        data = yaml.load(text, Loader=_loader())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(field, str(path), f"cannot be read ({error})", None) from error
+    except yaml.YAMLError as error:
+        raise InputError(field, str(path), f"not YAML ({' '.join(str(error).split())})", None) from error
+    if not isinstance(data, dict):
+        raise InputError(field, str(path), "must be a mapping of fields", None)
+    return data
+
+
+def _build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
+    """Validated object; the first broken field becomes the InputError, misspelt keys with the nearest known one."""
+    try:
+        return TypeAdapter(kind).validate_python(dict(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or kind.__name__
+        nearest = None
+        if first["type"] == "unexpected_keyword_argument":
+            known = [name for known_type in (GpuProfile, Link, ClusterSpec) for name in TypeAdapter(known_type).json_schema().get("properties", {})]
+            nearest = next(iter(difflib.get_close_matches(str(first["loc"][-1]), known, 1)), None)
+            rule = "no such field"
+        else:
+            rule = first["msg"].removeprefix("Value error, ")
+        shown = first["input"] if isinstance(first["input"], (int, float, str)) else type(first["input"]).__name__
+        raise InputError(f"{where}: {place}", shown, rule, nearest) from error
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        if "value" in base and "origin" in base and "origin" in over:
+            return over
+        return {key: _merged(base.get(key), over[key]) if key in over else base[key] for key in {**base, **over}}
+    return over
+
+
+def _folder(kind: str) -> Path:
+    return Path(str(files("profiles") / "data" / kind))
+
+
+@cache
+def _raw(kind: str, name: str) -> dict[str, Any]:
+    data = _read(_folder(kind) / f"{name}.yaml", kind)
+    like = data.pop("like", None)
+    if like is None:
+        return data
+    base = {key: value for key, value in _raw(kind, like).items() if key != "aliases"}
+    merged: dict[str, Any] = _merged(base, data)
+    return merged
+
+
+@cache
+def _names(kind: str) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _folder(kind).glob("*.yaml")))
+
+
+@cache
+def _aliases(kind: str) -> dict[str, str]:
+    found = {name: name for name in _names(kind)}
+    for name in _names(kind):
+        for alias in _raw(kind, name).get("aliases", []):
+            found[alias.lower()] = name
+    return found
+
+
+def _resolve(kind: str, field: str, text: str) -> str:
+    known = _aliases(kind)
+    name = known.get(text.strip().lower())
+    if name is None:
+        nearest = difflib.get_close_matches(text.lower(), known, 3, 0.4)
+        listed = list(dict.fromkeys(known[match] for match in nearest))
+        raise InputError(field, text, f"not known here ({len(_names(kind))} are: axisplan clusters)", ", ".join(listed) or None)
+    return name
+
+
+def gpu_names() -> list[str]:
+    """Names of the built-in GPUs."""
+    return list(_names("gpus"))
+
+
+def cluster_names() -> list[str]:
+    """Names of the built-in clusters: what stands before the colon of ``h100-sxm:64x8``."""
+    return list(_names("clusters"))
+
+
+@cache
+def _gpu(name: str) -> GpuProfile:
+    return _build(GpuProfile, _raw("gpus", name), f"gpus/{name}.yaml")
+
+
+def load_gpu(name: str) -> GpuProfile:
+    """A GPU by name, alias (``H100-80GB-SXM``) or YAML file. InputError names the nearest."""
+    if _is_path(name):
+        return _build(GpuProfile, _read(Path(name), "gpu"), str(name))
+    return _gpu(_resolve("gpus", "gpu", name))
+
+
+@cache
+def _link(name: str) -> Link:
+    return _build(Link, _raw("links", name), f"links/{name}.yaml")
+
+
+def load_link(name: str) -> Link:
+    """A built-in link by name."""
+    return _link(_resolve("links", "link", name))
+
+
+def _is_path(text: str) -> bool:
+    return text.endswith((".yaml", ".yml")) or os.sep in text
+
+
+def _completed(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """Names of GPUs and links replaced by the things, shape defaults filled in."""
+    data = dict(data)
+    data.pop("aliases", None)
+
+    def gpu(value: Any) -> GpuProfile:
+        return load_gpu(value) if isinstance(value, str) else _build(GpuProfile, value if isinstance(value, dict) else {}, f"{where}: gpu")
+
+    pools = data.get("pools") or []
+    if isinstance(pools, list) and all(isinstance(pool, dict) for pool in pools) and pools:
+        data["pools"] = [{**pool, "gpu": gpu(pool.get("gpu", ""))} for pool in pools]
+        data.setdefault("gpu", data["pools"][0]["gpu"])
+        data.setdefault("gpus", sum(pool.get("gpus", 0) for pool in pools if isinstance(pool.get("gpus", 0), int)))
+    if "gpu" in data and not isinstance(data["gpu"], GpuProfile):
+        data["gpu"] = gpu(data["gpu"])
+    levels = data.get("levels")
+    if isinstance(levels, list):
+        filled = []
+        for level in levels:
+            level = dict(level) if isinstance(level, dict) else {"name": level}
+            if isinstance(level.get("link"), str):
+                level["link"] = load_link(level["link"])
+            elif isinstance(level.get("link"), dict):
+                level["link"] = _build(Link, level["link"], f"{where}: link")
+            filled.append(level)
+        if filled and "gpus" in data:
+            filled[-1].setdefault("size", data["gpus"])
+        data["levels"] = filled
+    if isinstance(data.get("gpus"), int):
+        data.setdefault("gpus_per_node", data["gpus"])
+    if isinstance(data.get("gpus_per_node"), int):
+        data.setdefault("gpus_per_host", data["gpus_per_node"])
+    data.setdefault("price_per_gpu_hour", {"value": 0.0, "unit": "USD/GPU-hour", "origin": "estimate", "source": "none given"})
+    data.setdefault("host_memory_bytes", {"value": 2.0**40, "unit": "bytes/host", "origin": "estimate", "source": "none given"})
+    return data
+
+
+SHAPE = re.compile(r"^(\d+)(?:x(\d+))?$")
+
+
+def load_cluster(text: str) -> ClusterSpec:
+    """``h100-sxm:64x8`` (64 nodes of 8), ``h100-sxm:512`` (GPUs), ``h100-sxm`` (one node), or a YAML file's path.
+
+    A GPU's name or alias stands for its usual cluster. InputError names the nearest name, or the field of the file that is wrong.
+    """
+    text = str(text)
+    if _is_path(text) or os.path.isfile(text):
+        return _build(ClusterSpec, _completed(_read(Path(text), "cluster"), text), text)
+    name, _, shape = text.partition(":")
+    kind = _resolve("clusters", "cluster", name)
+    data = dict(_raw("clusters", kind))
+    match = SHAPE.match(shape) if shape else None
+    if shape and match is None:
+        raise InputError("cluster", text, "the shape after the colon is NODESxGPUS_PER_NODE", f"{kind}:1x{data['gpus_per_node']}")
+    per_node = data["gpus_per_node"]
+    nodes = 1
+    if match is not None and match[2]:
+        nodes, per_node = int(match[1]), int(match[2])
+    elif match is not None:
+        total = int(match[1])
+        per_node = min(per_node, max(total, 1))
+        if total % per_node:
+            raise InputError("cluster", text, f"whole nodes of {per_node}", f"{kind}:{max(total // per_node, 1)}x{per_node}")
+        nodes = total // per_node
+    if not 1 <= nodes * per_node <= 1 << 20:
+        raise InputError("cluster", text, "between 1 and 1,048,576 GPUs", f"{kind}:1x{data['gpus_per_node']}")
+    return _shaped(kind, data, nodes, per_node)
+
+
+def _shaped(kind: str, data: dict[str, Any], nodes: int, per_node: int) -> ClusterSpec:
+    """An instance of a built-in kind. Domains larger than a node the user names shrink to it, unless the node is a host of a larger
+    domain (``gb200-nvl72:18x4``: eighteen trays of one rack)."""
+    gpus = nodes * per_node
+    host = data.get("gpus_per_host", data["gpus_per_node"])
+    tray = host < data["gpus_per_node"] and per_node <= host
+    levels: list[dict[str, Any]] = []
+    for level in data["levels"][:-1]:
+        size = level["size"] if tray else min(level["size"], per_node) if level["size"] <= data["gpus_per_node"] else level["size"]
+        if size < gpus and (not levels or size > levels[-1]["size"]) and size > 1:
+            levels.append({**level, "size": size})
+        elif size >= gpus:
+            levels.append({**level, "size": gpus})
+            break
+    else:
+        levels.append({**data["levels"][-1], "size": gpus})
+    if len(levels) > 1 and levels[-1]["size"] <= levels[-2]["size"]:
+        levels.pop()
+    shaped = {
+        **data, "name": f"{kind}:{nodes}x{per_node}", "kind": kind, "gpus": gpus, "gpus_per_node": per_node,
+        "gpus_per_host": min(host, per_node), "levels": levels,
+    }  # fmt: skip
+    return _build(ClusterSpec, _completed(shaped, kind), kind)
+
+
+def shaped_levels(kind: str, nodes: int, per_node: int) -> tuple[Level, ...]:
+    """The levels of ``kind:NODESxPER_NODE``."""
+    return _shaped(kind, dict(_raw("clusters", kind)), nodes, per_node).levels
+
+
+def to_yaml(thing: GpuProfile | Link | ClusterSpec) -> str:
+    """The whole object as YAML that ``load_cluster`` or ``load_gpu`` reads back to an equal one."""
+    data = TypeAdapter(type(thing)).dump_python(thing, mode="json", exclude_none=True)
+    return yaml.safe_dump(data, sort_keys=False, width=132)
+
+
+def describe(thing: ClusterSpec | GpuProfile | Link) -> list[Row]:
+    """Every number of a cluster, GPU or link: (field, value, unit, origin, source)."""
+    rows: list[Row] = []
+    if isinstance(thing, ClusterSpec):
+        for pool_gpu in [pool.gpu for pool in thing.pools] or [thing.gpu]:
+            rows += [(f"{pool_gpu.name}.{row[0]}", *row[1:]) for row in describe(pool_gpu)]
+        for level in thing.levels:
+            rows += [(f"{level.name}.{row[0]}", *row[1:]) for row in describe(level.link)]
+        rows += [_row("host_memory_bytes", thing.host_memory_bytes), _row("price_per_gpu_hour", thing.price_per_gpu_hour)]
+        return rows
+    if isinstance(thing, GpuProfile):
+        facts = {name: getattr(thing.facts, name) for name in TypeAdapter(type(thing.facts)).json_schema()["properties"]}
+        rows += [_row(name, constant) for name, constant in facts.items() if constant is not None]
+        rows += [_row(f"peak.{dtype}", constant) for dtype, constant in thing.peaks.items()]
+        for dtype, curve in thing.curves.items():
+            rows += _curve_rows(f"matmul.{dtype}", curve)
+        for dtype, grouped in thing.grouped.items():
+            rows += _curve_rows(f"grouped.{dtype}", grouped)
+        return rows + _curve_rows("attention", thing.attention)
+    rows.append(_row("peak_bytes_per_second", thing.peak_bytes_per_second))
+    for name in ("hop_seconds", "tree_efficiency", "peer_seconds"):
+        if getattr(thing, name) is not None:
+            rows.append(_row(name, getattr(thing, name)))
+    for kind, curves in thing.curves.items():
+        for row in curves:
+            rows += _curve_rows(f"{kind}[{row.ranks}]", row)
+    return rows
+
+
+def _row(field: str, constant: Constant) -> Row:
+    return (field, constant.value, constant.unit, constant.origin, constant.source)
+
+
+UNITS = {
+    "efficiency": "of peak", "t0_seconds": "s", "alpha_seconds": "s", "m0": "rows", "n0": "columns", "k0": "elements", "s0": "tokens",
+    "f0_flops": "FLOP", "g": "exponent", "memory_bytes_per_second": "B/s", "bytes_per_second": "B/s each way per GPU",
+    "sqrt_seconds": "s/sqrt(B)", "tokens0": "tokens", "w0": "SMs/tile", "padding": "share", "weight_gradient": "x forward",
+    "fp8_speed": "x bf16", "full_share": "of s0", "quantise_multiplier": "x 3mk bytes", "heldout_error": "fraction",
+    "head_dim_speed": "x head 128", "backward_ratio": "x forward",
+}  # fmt: skip
+
+
+def _curve_rows(prefix: str, curve: Any) -> list[Row]:
+    rows: list[Row] = []
+    for name, unit in UNITS.items():
+        value = getattr(curve, name, None)
+        for key, number in value.items() if isinstance(value, dict) else [("", value)]:
+            if number is not None:
+                rows.append((f"{prefix}.{name}{f'[{key}]' if key != '' else ''}", float(number), unit, curve.origin, curve.source))
+    return rows
