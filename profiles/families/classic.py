@@ -1,4 +1,4 @@
-"""Families of the GPT-2 line, whose configs have names and habits of their own: GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM, Falcon, MPT, Phi-1/2, DBRX."""
+"""Families whose configs have names and habits of their own: GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM, Falcon, MPT, Phi-1/2, DBRX."""
 
 from __future__ import annotations
 
@@ -100,13 +100,12 @@ def falcon(fields: Fields, name: str, family: str) -> ModelSpec:
 
 
 def mpt(fields: Fields, name: str, family: str) -> ModelSpec:
-    """Without biases, norms included (transformers builds MPT so whatever no_bias says); ALiBi, so no positions are learned."""
-    inner = fields.inside("attn_config")
-    heads = fields.heads()
-    kv = inner.count("num_key_value_heads", heads) if inner.text("attn_type", "multihead_attention") == "grouped_query_attention" else heads
-    mlp = Mlp(width=fields.count("expansion_ratio", 4) * fields.count("hidden_size"), gated=False, activation="gelu")
-    layer = Layer(mixer=attention(fields, kv_heads=kv, rotary=False), ffn=mlp)
-    return repeat(fields, layer, name, family, norm_bias=False, tied=fields.tied(True))
+    """As transformers builds it whatever no_bias and expansion_ratio say: no biases, an MLP of four times the hidden width, ALiBi."""
+    mlp = Mlp(width=4 * fields.count("hidden_size"), gated=False, activation="gelu")
+    layer = Layer(mixer=attention(fields, rotary=False), ffn=mlp)
+    ratio = fields.number("expansion_ratio", 4)
+    notes = (f"expansion_ratio {ratio:g} is read as 4, as transformers does",) if ratio != 4 else ()
+    return repeat(fields, layer, name, family, norm_bias=False, tied=fields.tied(True), notes=notes)
 
 
 def phi(fields: Fields, name: str, family: str) -> ModelSpec:
@@ -143,5 +142,6 @@ def _known(outer: Fields) -> dict[str, Any]:
 
 
 CLASSIC = {
-    "gpt2": gpt2, "gptj": gptj, "gpt_neox": gpt_neox, "opt": opt, "bloom": bloom, "falcon": falcon, "mpt": mpt, "phi": phi, "dbrx": dbrx,
+    "gpt2": gpt2, "gptj": gptj, "gpt_neox": gpt_neox, "opt": opt, "bloom": bloom, "falcon": falcon, "mpt": mpt, "phi": phi,
+    "dbrx": dbrx,
 }  # fmt: skip

@@ -120,7 +120,7 @@ def ernie(fields: Fields, index: int, layers: int, facts: FfnFacts) -> FeedForwa
         return mlp(fields.count("intermediate_size"), facts)
     width = fields.count("moe_intermediate_size")
     return moe(
-        fields, width, facts, bias=facts.bias, shared_bias=facts.bias,
+        fields, width, facts, bias=False, shared_bias=facts.bias,
         shared_width=width * fields.count("n_shared_experts", 0, least=0),
         selection_bias=True, selection_bias_stored=True,
     )  # fmt: skip

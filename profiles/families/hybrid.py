@@ -101,7 +101,7 @@ def nemotron_h(fields: Fields, name: str, family: str) -> ModelSpec:
             convolution_bias=fields.flag("use_conv_bias", True))),
         "full_attention": lambda: Layer(norms=1, mixer=attention(
             Fields(fields.raw, fields.where, {"head_dim": fields.raw.get("attention_head_dim") or 128, "num_key_value_heads": 8}),
-            rotary=False, qkv_bias=fields.flag("attention_bias", False), output_bias=fields.flag("attention_bias", False))),
+            rotary=False)),
         "mlp": lambda: Layer(norms=1, ffn=Mlp(width=fields.count("intermediate_size"), gated=False, bias=fields.flag("mlp_bias", False),
                                               activation=fields.text("hidden_act", "relu2"))),
         "moe": lambda: Layer(norms=1, ffn=nemotron_experts(fields)),
@@ -120,7 +120,7 @@ def nemotron_experts(fields: Fields) -> Moe:
     shared = fields.count("moe_shared_expert_intermediate_size", 0, least=0) * fields.count("n_shared_experts", 1, least=0)
     return experts.moe(
         fields, fields.count("moe_intermediate_size"), facts, router="sigmoid", selection_bias=True, shared_width=shared,
-        scaling=fields.number("routed_scaling_factor", 1.0), groups=fields.count("n_group", 1), top_groups=fields.count("topk_group", 1),
+        shared_bias=fields.flag("mlp_bias", False), scaling=fields.number("routed_scaling_factor", 1.0), groups=fields.count("n_group", 1), top_groups=fields.count("topk_group", 1),
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from profiles.families.decoder import Decoder
 
 _MISTRAL_KV = {"num_key_value_heads": 8}
 _GEMMA = {"head_dim": 256}
-_PLAIN = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 _DEEPSEEK_V3 = Decoder(
     latent=True, mlp_bias=False, ffn=experts.deepseek,
     defaults={"scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "norm_topk_prob": True, "num_nextn_predict_layers": 0},
@@ -19,10 +18,10 @@ _DEEPSEEK_V3 = Decoder(
 
 DECODERS: dict[str, Decoder] = {
     "llama": Decoder(),
-    "mistral": Decoder(**_PLAIN, reach=windows.everywhere, defaults={**_MISTRAL_KV, "sliding_window": None}),
-    "ministral": Decoder(**_PLAIN, reach=windows.whole, defaults=_MISTRAL_KV),
-    "ministral3": Decoder(**_PLAIN, reach=windows.everywhere, defaults=_MISTRAL_KV),
-    "mixtral": Decoder(**_PLAIN, reach=windows.everywhere, ffn=experts.mixtral, defaults=_MISTRAL_KV),
+    "mistral": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.everywhere, defaults={**_MISTRAL_KV, "sliding_window": None}),
+    "ministral": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.whole, defaults=_MISTRAL_KV),
+    "ministral3": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.everywhere, defaults=_MISTRAL_KV),
+    "mixtral": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.everywhere, ffn=experts.mixtral, defaults=_MISTRAL_KV),
     "qwen2": Decoder(qkv_bias=True, output_bias=False, mlp_bias=False, reach=windows.after_max_window_layers,
                      defaults={"sliding_window": 4096}),
     "qwen3": Decoder(mlp_bias=False, qk_norm="head", reach=windows.after_max_window_layers,
@@ -38,7 +37,7 @@ DECODERS: dict[str, Decoder] = {
                            reach=windows.every_full(6),
                            defaults={**_GEMMA, "sliding_window": 4096, "vocab_size": 262208, "num_attention_heads": 8,
                                      "num_key_value_heads": 4, "rope_theta": 1e6}),
-    "phi3": Decoder(**_PLAIN, reach=windows.everywhere),
+    "phi3": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.everywhere),
     "stablelm": Decoder(norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", output_bias=False, mlp_bias=False, qk_norm="per_head",
                         qk_norm_if="qk_layernorm", parallel="use_parallel_residual",
                         defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}),
@@ -60,7 +59,8 @@ DECODERS: dict[str, Decoder] = {
                        defaults={"num_key_value_heads": 4, "rope_theta": 2e6}),
     "ernie4_5": Decoder(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", tied=True,
                         defaults={"num_key_value_heads": 2, "head_dim": 128}),
-    "ernie4_5_moe": Decoder(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", tied=True, ffn=experts.ernie,
+    "ernie4_5_moe": Decoder(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias", head_bias="use_bias", tied=True,
+                            ffn=experts.ernie,
                             defaults={"num_key_value_heads": 4, "n_shared_experts": 2}),
     "granite": Decoder(),
     "granitemoe": Decoder(mlp_bias=False, ffn=experts.granite),
@@ -74,12 +74,12 @@ DECODERS: dict[str, Decoder] = {
                       ffn=experts.mixtral, defaults=_MISTRAL_KV),
     "gpt_oss": Decoder(mlp_bias=False, sinks=True, reach=windows.every_full(2), ffn=experts.gpt_oss,
                        defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128}),
-    "minimax_m2": Decoder(**_PLAIN, qk_norm="full", ffn=experts.minimax_m2, defaults={"head_dim": 128}),
+    "minimax_m2": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm="full", ffn=experts.minimax_m2, defaults={"head_dim": 128}),
     "llama4_text": Decoder(mlp_bias=False, reach=windows.llama4, rotates=windows.rotating, ffn=experts.llama4,
                            defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192,
                                      "intermediate_size_mlp": 16384, "rope_theta": 5e5}),
     "deepseek_v2": Decoder(latent=True, ffn=experts.deepseek, defaults={"norm_topk_prob": False}),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "grok-1": Decoder(**_PLAIN, norms=4, tied=True, activation="gelu", ffn=experts.mixtral),
+    "grok-1": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, norms=4, tied=True, activation="gelu", ffn=experts.mixtral),
 }  # fmt: skip
