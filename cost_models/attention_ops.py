@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cost_models.arrays import always_one, maximum, minimum, where
-from cost_models.layer_cost import Builder, LayerCost, Local
+from cost_models.layer_cost import Builder, Entry, LayerCost, Local
 from profiles.model import Attention, LatentAttention
 from profiles.operations import Attend, Matmul, Number, Pointwise
 
@@ -63,7 +63,7 @@ def rank_pairs(
     return between(length - length // parts, length)
 
 
-def attention_operations(local: Local, mixer: Attention, *, norm: bool, post_norm: bool) -> LayerCost:
+def attention_operations(local: Local, mixer: Attention, *, entry: Entry, post_norm: bool, leave: bool = True) -> LayerCost:
     """The attention block of one layer: norm, projections, attention, output projection, residual.
 
     Collectives: TP before and after (Shoeybi et al. 2019; with SP Korthikanti et al. 2022); context parallelism as ``cp_kind``
@@ -72,17 +72,13 @@ def attention_operations(local: Local, mixer: Attention, *, norm: bool, post_nor
     """
     model, execution, degrees = local.model, local.execution, local.degrees
     b = Builder(local, "attention")
-    tokens, split, h, tp = local.tokens, local.split_tokens, model.hidden, degrees.tp
+    tokens, h, tp = local.tokens, model.hidden, degrees.tp
     heads, kv = mixer.heads // tp, maximum(mixer.kv_heads // tp, 1)
     query_width, kv_width = heads * mixer.head_dim, kv * mixer.head_dim
     value_width, output_width = kv * mixer.value_width, heads * mixer.value_width
     gate_width = output_width if mixer.output_gate else 0
 
-    if norm:
-        b.norm("attention_norm", split, h, output=True, gathered=local.gathered_rows)
-    else:
-        b.linear_input("attention_input", local.kept_rows * h, kept=False)
-    b.enter_tensor_parallel("attention_in", tokens * h)
+    b.entry("attention", entry)
     columns = query_width + kv_width + value_width + gate_width
     if execution.fused_qkv:
         b.linear("qkv", tokens, columns, h)
@@ -106,10 +102,11 @@ def attention_operations(local: Local, mixer: Attention, *, norm: bool, post_nor
         b.keep("gated_output", tokens * output_width * local.bytes, weight=True)
     b.linear_input("projection_input", tokens * output_width, kept=True)
     b.linear("projection", tokens, h, output_width)
-    return b.residual("attention", post_norm=post_norm)
+    gradients = tokens * (2 * output_width + query_width + kv_width + value_width) * local.bytes
+    return b.residual("attention", post_norm=post_norm, transient=gradients, reduce=leave)
 
 
-def latent_attention_operations(local: Local, mixer: LatentAttention, *, norm: bool, post_norm: bool) -> LayerCost:
+def latent_attention_operations(local: Local, mixer: LatentAttention, *, entry: Entry, post_norm: bool) -> LayerCost:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1), K and V expanded to all heads for training.
 
     Down-projections are replicated over TP and run on the rank's own tokens; the up-projections are split by heads.
@@ -118,10 +115,7 @@ def latent_attention_operations(local: Local, mixer: LatentAttention, *, norm: b
     b = Builder(local, "attention")
     tokens, split, h = local.tokens, local.split_tokens, model.hidden
     heads = mixer.heads // degrees.tp
-    if norm:
-        b.norm("attention_norm", split, h, output=True)
-    else:
-        b.linear_input("attention_input", split * h, kept=False)
+    b.entry("attention", entry, parallel=False)
     latent = mixer.kv_rank + mixer.rope_dim
     if mixer.q_rank:
         b.linear("q_down", split, mixer.q_rank, h)
@@ -136,7 +130,8 @@ def latent_attention_operations(local: Local, mixer: LatentAttention, *, norm: b
     _attend(b, heads, heads, mixer.head_dim, mixer.value_dim, mixer.window, None)
     b.linear_input("projection_input", tokens * heads * mixer.value_dim, kept=True)
     b.linear("projection", tokens, h, heads * mixer.value_dim)
-    return b.residual("attention", post_norm=post_norm)
+    gradients = tokens * heads * (2 * mixer.value_dim + 2 * mixer.head_dim + mixer.value_dim) * local.bytes
+    return b.residual("attention", post_norm=post_norm, transient=gradients)
 
 
 def _attend(b: Builder, heads: Number, kv: Number, qk_dim: int, v_dim: int, window: int | None, chunk: int | None) -> None:

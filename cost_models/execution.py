@@ -129,6 +129,8 @@ class Execution(TimeFacts):
     # -- mixture of experts -------------------------------------------------------------------------------------------
     dispatch: Dispatch = "per_expert"
     """What travels when a token chose several experts of one rank or node."""
+    dispatch_bytes: float = 2.0
+    """Bytes an element of a dispatched token forward (1: sent in 8 bits); combine and gradients travel in 16 bits."""
     grouped_gemm: bool = True
     permute_fusion: bool = True
     expert_weight_on_input: bool = False

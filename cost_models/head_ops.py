@@ -47,9 +47,9 @@ def head_operations(local: Local) -> LayerCost:
     b = Builder(local, "head")
     tokens, h, rows = local.tokens, model.hidden, vocab_rows(local)
     if model.final_norm:
-        b.norm("final_norm", local.split_tokens, h, output=True, gathered=local.gathered_rows)
+        b.norm("final_norm", local.split_tokens, h, output=True, gathered=local.tokens if execution.keeps_gathered_input else None)
     else:
-        b.linear_input("head_input", local.kept_rows * h, kept=False)
+        b.linear_input("head_input", (local.tokens if execution.keeps_gathered_input else local.split_tokens) * h, kept=False)
     width = model.embedding_width or h
     if model.embedding_width:
         b.linear("head_projection", local.split_tokens, width, h)

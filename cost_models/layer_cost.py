@@ -1,4 +1,4 @@
-"""What a layer's operations are written with: ``Local`` (one rank's share of one microbatch), ``Builder``; the result, ``LayerCost``.
+"""What a layer's operations are written with: ``Local`` (a rank's share of a microbatch), ``Builder``; the result, ``LayerCost``.
 
 Degrees may be a ``Layout`` or anything with the same attributes, numpy arrays included (``Degrees``).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from cost_models.execution import Execution
 from cost_models.job import Job
 from profiles.model import ModelSpec
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
+
+Entry = Literal["norm", "input", "shared"]
 
 LOW_PRECISION = ("fp8", "mxfp8", "nvfp4")
 """Precisions whose linear layers run in fewer than 16 bits; attention, router and head stay in bf16."""
@@ -162,15 +164,6 @@ class Local:
         """Bytes an element of a linear layer's kept input."""
         return self.execution.fp8_input_bytes if self.low_precision else float(self.bytes)
 
-    @property
-    def gathered_rows(self) -> Number | None:
-        """Rows of a linear layer's kept input in a TP region where the Execution keeps the gathered one, else None."""
-        return self.tokens if self.execution.keeps_gathered_input else None
-
-    @property
-    def kept_rows(self) -> Number:
-        """Rows of a linear layer's kept input in a TP region."""
-        return self.tokens if self.execution.keeps_gathered_input else self.split_tokens
 
 
 @dataclass
@@ -299,8 +292,24 @@ class Builder:
             rows = tokens if gathered is None else gathered
             self.keep(f"{name}_output", rows * width * local.input_bytes, weight=True, module="norm_output")
 
-    def residual(self, block: str, *, post_norm: bool, reduce: bool = True) -> LayerCost:
-        """End of a block: out of the TP region (``reduce``), an optional norm behind the block, dropout, the residual addition."""
+    def entry(self, block: str, entry: Entry, *, parallel: bool = True) -> None:
+        """Start of a block: a norm, or the residual stream itself, as the kept input of its linear layers, and the way into the TP
+        region (``parallel``). ``shared``: another block of the layer did all of this for the same input."""
+        local, width = self.local, self.local.model.hidden
+        if entry == "shared":
+            return
+        gathered = local.tokens if parallel and local.execution.keeps_gathered_input else None
+        if entry == "norm":
+            self.norm(f"{block}_norm", local.split_tokens, width, output=True, gathered=gathered)
+        else:
+            self.linear_input(f"{block}_input", (local.split_tokens if gathered is None else gathered) * width, kept=False)
+        if parallel:
+            self.enter_tensor_parallel(f"{block}_in", local.tokens * width)
+
+    def residual(self, block: str, *, post_norm: bool, transient: Number, reduce: bool = True) -> LayerCost:
+        """End of a block: out of the TP region (``reduce``), an optional norm behind the block, dropout, the residual addition.
+
+        ``transient``: bytes of the block's own gradients at its backward's fullest; the residual stream's gradient is added."""
         local = self.local
         size = local.split_tokens * local.model.hidden
         if reduce:
@@ -312,7 +321,7 @@ class Builder:
             self.keep(f"{block}_dropout_mask", size)
         traffic = size * (3 * local.bytes + (4 if dropout else 0))
         self.pointwise(f"{block}_residual", traffic, traffic)
-        return self.done(input_bytes=size * local.bytes)
+        return self.done(size * local.bytes, transient + size * local.bytes)
 
     def linear_input(self, name: str, elements: Number, *, kept: bool) -> None:
         """The kept input of a linear layer: nothing new where a 16-bit tensor of the same values is ``kept`` already and serves."""

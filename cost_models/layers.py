@@ -6,42 +6,77 @@ Everything is for one microbatch on one rank. Degrees may be a ``Layout`` or arr
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 from cost_models.attention_ops import attention_operations, latent_attention_operations
 from cost_models.head_ops import embedding_operations as _embedding
 from cost_models.head_ops import head_operations as _head
 from cost_models.job import Job
-from cost_models.layer_cost import Degrees, LayerCost, Local, Saved, axis_ranks
+from cost_models.layer_cost import Builder, Degrees, Entry, LayerCost, Local, Saved, axis_ranks
 from cost_models.mlp_ops import mlp_operations
-from profiles.model import Attention, LatentAttention, Layer, Mlp
+from cost_models.moe_ops import moe_operations
+from cost_models.recurrent_ops import linear_attention_operations, state_space_operations
+from profiles.model import Attention, LatentAttention, Layer, Mixer, Moe, StateSpace
 
-__all__ = ["LayerCost", "Local", "Saved", "axis_ranks", "embedding_operations", "head_operations", "layer_operations"]
+__all__ = [
+    "Degrees", "LayerCost", "Local", "Saved", "axis_ranks", "embedding_operations", "head_operations", "layer_operations",
+    "mtp_operations",
+]  # fmt: skip
 
 
 def layer_operations(job: Job, degrees: Degrees, layer: Layer) -> LayerCost:
-    """One layer: mixer, then feed-forward (either may be absent)."""
+    """One layer: its mixers, then its feed-forward (either may be absent).
+
+    Blocks that read one input (``parallel`` layers with one norm, mixers beside each other) keep and gather it once; where the
+    Execution adds their partial sums first, they are reduced over TP once.
+    """
     local = Local(job, degrees)
     post = layer.post_norm or layer.norms >= 4
-    pre = not layer.post_norm
-    shared = layer.parallel and job.execution.parallel_shares_reduce
+    own: Entry = "input" if layer.post_norm else "norm"
+    one_input = layer.parallel and layer.norms == 1
+    one_sum = layer.parallel and job.execution.parallel_shares_reduce and not isinstance(layer.ffn, Moe)
     parts: list[LayerCost] = []
-    if isinstance(layer.mixer, Attention):
-        parts.append(attention_operations(local, layer.mixer, norm=pre, post_norm=post))
-    elif isinstance(layer.mixer, LatentAttention):
-        parts.append(latent_attention_operations(local, layer.mixer, norm=pre, post_norm=post))
-    if isinstance(layer.ffn, Mlp):
-        own_norm = pre and not (layer.parallel and layer.norms == 1)
-        enter = own_norm or not layer.parallel
-        parts.append(mlp_operations(local, layer.ffn, norm=own_norm, post_norm=post, enter=enter, leave=not shared))
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole + part
-    return whole
+    for index, mixer in enumerate(layer.mixers):
+        last = index == len(layer.mixers) - 1 and not (one_sum and layer.ffn)
+        parts.append(_mixer(local, mixer, "shared" if parts else own, post, last))
+    if isinstance(layer.ffn, Moe):
+        parts.append(moe_operations(local, layer.ffn, entry=own, post_norm=post))
+    elif layer.ffn is not None:
+        parts.append(mlp_operations(local, layer.ffn, entry="shared" if one_input and parts else own, post_norm=post))
+    return reduce(add, parts)
+
+
+def _mixer(local: Local, mixer: Mixer, entry: Entry, post_norm: bool, leave: bool) -> LayerCost:
+    if isinstance(mixer, Attention):
+        return attention_operations(local, mixer, entry=entry, post_norm=post_norm, leave=leave)
+    if isinstance(mixer, LatentAttention):
+        return latent_attention_operations(local, mixer, entry=entry, post_norm=post_norm)
+    if isinstance(mixer, StateSpace):
+        return state_space_operations(local, mixer, entry=entry, post_norm=post_norm, leave=leave)
+    return linear_attention_operations(local, mixer, entry=entry, post_norm=post_norm, leave=leave)
 
 
 def embedding_operations(job: Job, degrees: Degrees) -> LayerCost:
+    """Token embedding; its lookup has no input gradient."""
     return _embedding(Local(job, degrees))
 
 
 def head_operations(job: Job, degrees: Degrees) -> LayerCost:
     """Final norm, output projection, loss."""
     return _head(Local(job, degrees))
+
+
+def mtp_operations(job: Job, degrees: Degrees) -> LayerCost:
+    """One multi-token-prediction module (DeepSeek-V3, arXiv:2412.19437 section 2.2): embedding of the next token, two norms, a
+    projection of twice the hidden width, a layer like the model's last, and the shared head with its own loss."""
+    local = Local(job, degrees)
+    b = Builder(local, "mtp")
+    rows, h = local.split_tokens, job.model.hidden
+    b.norm("mtp_embedding_norm", rows, h, output=False)
+    b.norm("mtp_hidden_norm", rows, h, output=False)
+    b.keep("mtp_projection_input", rows * 2 * h * local.input_bytes, weight=True)
+    b.linear("mtp_projection", rows, h, 2 * h)
+    last = job.model.layer(job.model.num_layers - 1)
+    parts = _embedding(local), b.done(rows * h * local.bytes), layer_operations(job, degrees, last), _head(local)
+    return reduce(add, parts)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from cost_models.layer_cost import Builder, LayerCost, Local
+from cost_models.layer_cost import Builder, Entry, LayerCost, Local
 from profiles.model import Mlp
 from profiles.operations import Number
 
 
-def mlp_operations(local: Local, ffn: Mlp, *, norm: bool, post_norm: bool, enter: bool = True, leave: bool = True) -> LayerCost:
-    """Norm, up (and gate) projection, activation, down projection, residual (Shoeybi et al. 2019, section 3).
-
-    ``enter`` / ``leave``: False where a parallel block shares the other half's input or reduction.
-    """
+def mlp_operations(local: Local, ffn: Mlp, *, entry: Entry, post_norm: bool) -> LayerCost:
+    """Norm, up (and gate) projection, activation, down projection, residual (Shoeybi et al. 2019, section 3)."""
     b = Builder(local, "mlp")
-    tokens, split, h = local.tokens, local.split_tokens, local.model.hidden
+    b.entry("mlp", entry)
     width = ffn.width // local.degrees.tp
-    if norm:
-        b.norm("mlp_norm", split, h, output=True, gathered=local.gathered_rows)
-    elif enter:
-        b.linear_input("mlp_input", local.kept_rows * h, kept=False)
-    if enter:
-        b.enter_tensor_parallel("mlp_in", tokens * h)
-    projections(b, "mlp", tokens, h, width, gated=ffn.gated)
-    return b.residual("mlp", post_norm=post_norm, reduce=leave)
+    projections(b, "mlp", local.tokens, local.model.hidden, width, gated=ffn.gated)
+    gradients = local.tokens * width * (3 if ffn.gated else 2) * local.bytes
+    return b.residual("mlp", post_norm=post_norm, transient=gradients)
 
 
 def projections(b: Builder, name: str, tokens: Number, h: int, width: Number, *, gated: bool) -> None:

@@ -1,0 +1,154 @@
+"""A mixture of experts: routing, exchange of tokens over EP, the experts (split over ETP), shared experts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cost_models.arrays import maximum, where
+from cost_models.job import Job
+from cost_models.layer_cost import Builder, Entry, LayerCost, Local
+from cost_models.mlp_ops import activation, projections
+from profiles.model import Moe
+from profiles.operations import Number
+
+EXPERT_VARIATION = 0.2
+"""Standard deviation / mean of single experts' tokens under a load-balancing loss, where no routing is given (an estimate)."""
+PERMUTE_BYTES = 7
+"""Bytes read and written per 16-bit element to sort tokens by expert, or back: copy 4, and the sort by local expert; forward and
+backward alike (modelling-notes.md, section 2.13: 14 for both)."""
+
+
+def expected_distinct(experts: int, top_k: int, groups: Number) -> Number:
+    """Expected number of distinct groups (ranks or nodes) among the ``top_k`` of ``experts`` chosen uniformly for a token, with the
+    experts spread evenly over ``groups``: ``G (1 - C(E - E/G, k) / C(E, k))``.
+    """
+    per_group = experts / groups
+    none = 1.0
+    for i in range(top_k):
+        none = none * maximum(experts - per_group - i, 0.0) / (experts - i)
+    return groups * (1 - none)
+
+
+def imbalance(job: Job, ep: Number, moe: Moe, capacity: Number = 0.0) -> Number:
+    """Tokens of the busiest EP rank over their mean: the job's ``moe_imbalance``; with a capacity factor its padded size; else the
+    expected maximum of ``ep`` sums of ``experts / ep`` loads that vary by ``EXPERT_VARIATION``. 1 where ep = 1."""
+    if job.moe_imbalance is not None:
+        guess: Number = job.moe_imbalance
+    else:
+        spread = np.sqrt(2 * np.log(maximum(ep, 1)) * ep / moe.experts)
+        guess = 1 + EXPERT_VARIATION * (spread if isinstance(ep, np.ndarray) else float(spread))
+    return where(capacity > 0, capacity, where(ep > 1, guess, 1.0))
+
+
+def imbalance_of(loads: tuple[float, ...], owners: tuple[int, ...]) -> float:
+    """Max / mean tokens of a rank, from tokens per expert and the rank that holds each expert."""
+    ranks = [0.0] * (max(owners) + 1)
+    for load, owner in zip(loads, owners, strict=True):
+        ranks[owner] += load
+    return max(ranks) * len(ranks) / math.fsum(ranks)
+
+
+def moe_operations(local: Local, ffn: Moe, *, entry: Entry, post_norm: bool) -> LayerCost:
+    """Router, dispatch, experts, combine, shared experts (GShard, arXiv:2006.16668; Megatron-Core's token dispatchers).
+
+    Each rank routes its own (SP-split) tokens. All-to-all: ``top_k`` rows a token leave and, balanced, as many arrive; with ETP the
+    arriving rows are gathered over the group and the partial outputs reduce-scattered. All-gather: every rank of the etp x ep group
+    sees all of the group's tokens. Rows of the busiest rank carry the imbalance: in compute, memory and traffic.
+    """
+    model, execution, degrees = local.model, local.execution, local.degrees
+    b = Builder(local, "moe")
+    mine, h, size = local.split_tokens, model.hidden, local.bytes
+    factor = imbalance(local.job, degrees.ep, ffn, degrees.capacity)
+    rows = mine * ffn.top_k * factor * degrees.etp
+    width = ffn.width // degrees.etp
+
+    b.entry("moe", entry, parallel=False)
+    b.linear("router", mine, ffn.experts, h, dtype=local.dtype)
+    b.pointwise("router_probabilities", 12 * mine * ffn.experts, 12 * mine * ffn.experts, 4)
+    b.keep("router_probabilities", 9 * mine * ffn.experts)
+
+    if ffn.shared_width:
+        _shared(b, ffn)
+
+    sent = mine * ffn.top_k * h
+    permute = PERMUTE_BYTES * sent * size / 2
+    b.pointwise("permute", permute, permute, 2 if execution.permute_fusion else 5)
+    _exchange(b, ffn, factor, "dispatch")
+    b.keep("experts_input", rows * h * local.input_bytes, weight=True)
+    _experts(b, ffn, rows, width)
+    if not execution.expert_weight_on_input:
+        b.keep("experts_output", mine * ffn.top_k * h * size)
+    _exchange(b, ffn, factor, "combine")
+    b.pointwise("unpermute", permute, permute, 2 if execution.permute_fusion else 5)
+    gradients = rows * (h + (3 if ffn.gated else 2) * width) * size
+    buffers = execution.moe_buffers * rows * h * size
+    return b.residual("moe", post_norm=post_norm, transient=gradients + buffers, reduce=False)
+
+
+def _experts(b: Builder, ffn: Moe, rows: Number, width: Number) -> None:
+    local, h = b.local, b.local.model.hidden
+    groups = maximum(ffn.experts // local.degrees.ep, 1)
+    up = 2 * width if ffn.gated else width
+    b.grouped("experts_up", rows, up, h, groups)
+    activation(b, "experts", rows * width, gated=ffn.gated)
+    b.grouped("experts_down", rows, h, width, groups)
+
+
+def _shared(b: Builder, ffn: Moe) -> None:
+    """Shared experts: a dense feed-forward beside the routed ones, split over TP (never over ETP)."""
+    local, h = b.local, b.local.model.hidden
+    b.enter_tensor_parallel("shared_in", local.tokens * h)
+    projections(b, "shared", local.tokens, h, ffn.shared_width // local.degrees.tp, gated=ffn.gated)
+    b.leave_tensor_parallel("shared_out", local.tokens * h)
+    if ffn.shared_gate:
+        b.linear("shared_gate", local.split_tokens, 1, h, dtype=local.dtype)
+        b.keep("shared_output", local.split_tokens * h * local.bytes)
+
+
+def _exchange(b: Builder, ffn: Moe, factor: Number, name: str) -> None:
+    """One exchange of tokens (dispatch or combine) forward, and its gradient's exchange backward.
+
+    Bytes of an all-to-all: copies a token sends (``top_k``; or the expected distinct ranks or nodes where the Execution sends one
+    copy to each) times its row, on the busiest rank. A combine carries partial sums where dispatch is deduplicated.
+    """
+    local, degrees, execution = b.local, b.local.degrees, b.local.execution
+    mine, h = local.split_tokens, local.model.hidden
+    row = h * (execution.dispatch_bytes if name == "dispatch" else 2.0) * local.bytes / 2
+    back = h * local.bytes
+    if degrees.dispatcher == "allgather":
+        group = degrees.etp * degrees.ep
+        there, here = ("all_gather", "reduce_scatter") if name == "dispatch" else ("reduce_scatter", "all_gather")
+        b.collective("forward", there, "etp_ep", mine * group * h * local.bytes, name)
+        b.collective("backward_input", here, "etp_ep", mine * group * h * local.bytes, name)
+        return
+    copies = dispatched_copies(local, ffn)
+    gathered = mine * ffn.top_k * factor * degrees.etp * h * local.bytes
+    if name == "dispatch":
+        b.collective("forward", "all_to_all", "ep", mine * copies * factor * row, name)
+        b.collective("forward", "all_gather", "etp", gathered, name)
+        b.collective("backward_input", "all_to_all", "ep", mine * copies * factor * back, name)
+        b.collective("backward_input", "reduce_scatter", "etp", gathered, name)
+    else:
+        b.collective("forward", "reduce_scatter", "etp", gathered, name)
+        b.collective("forward", "all_to_all", "ep", mine * copies * factor * row, name)
+        b.collective("backward_input", "all_gather", "etp", gathered, name)
+        b.collective("backward_input", "all_to_all", "ep", mine * copies * factor * back, name)
+
+
+def dispatched_copies(local: Local, ffn: Moe) -> Number:
+    """Copies of a token that leave a rank in a dispatch, those to itself included."""
+    degrees = local.degrees
+    way = "per_rank" if degrees.dispatcher in ("deepep", "hybridep") else local.execution.dispatch
+    if way == "per_expert":
+        return ffn.top_k
+    if way == "per_rank":
+        return expected_distinct(ffn.experts, ffn.top_k, degrees.ep)
+    return expected_distinct(ffn.experts, min(ffn.top_k, ffn.experts), node_groups(local))
+
+
+def node_groups(local: Local) -> Number:
+    """Nodes that an EP group spans, EP ranks lying ``etp`` apart (at least 1)."""
+    ranks = local.degrees.ep * local.degrees.etp
+    return maximum(-(-ranks // local.job.cluster.gpus_per_node), 1)
