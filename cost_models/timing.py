@@ -30,6 +30,8 @@ class TimeFacts:
     """Host time to launch one pass of one layer; the pass takes the longer of this and its GPU work."""
     graphs: Graphs = "none"
     """CUDA graphs: ``full`` removes the host's part, ``partial`` leaves half of it (experts stay eager)."""
+    host_kernel_seconds: float = 8.0e-6
+    """Host time of one operation where the device is the host itself (CPU): added to every operation."""
     blocking_launch_seconds: float = 0.0
     """Added to each pass of each layer where every launch blocks (CUDA_LAUNCH_BLOCKING=1)."""
     moe_sync_seconds: float = 0.0
@@ -51,6 +53,12 @@ class TimeFacts:
     """The last bucket is never hidden."""
     fsdp_prefetch: bool = True
     """The next layer's parameters are gathered beside this layer's work."""
+    gathers_per_microbatch: float = 2.0
+    """ZeRO-3 gathers for forward and again for backward (1: parameters stay until backward, SHARD_GRAD_OP)."""
+    reduce_every_microbatch: bool = True
+    """ZeRO-2 and 3 reduce gradients after every microbatch; otherwise once a step."""
+    p2p_scatter: bool = False
+    """Without SP, pipeline messages are cut over TP and gathered again within the node (Megatron's scatter-gather)."""
     p2p_overlap: bool = True
     """Interleaved schedules send and receive beside work; plain 1F1B blocks."""
     p2p_blocking: bool = True

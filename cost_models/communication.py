@@ -1,0 +1,221 @@
+"""Seconds and bytes of collectives under a layout: where each group lies, what the cluster needs for it, what overlap hides.
+
+``Network`` knows, for every axis, how many ranks a group has and how far apart they are, and prices collectives over it through
+``ClusterSpec.collective_seconds``. ``exposed`` turns the collectives of one pass of one layer into the seconds they add to it, by
+the mechanism that the Execution has; hidden communication is never free: it takes SMs and memory bandwidth from what it hides
+beside (``INTERFERENCE``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from cost_models.compute import Compute
+from cost_models.execution import Execution
+from cost_models.layout import EXPERT_AXES, Layout
+from profiles.hardware import ClusterSpec
+from profiles.operations import Collective, Operation, wire_bytes
+
+Pass = Literal["forward", "backward_input", "backward_weight"]
+
+INTERFERENCE = 0.15
+"""Share of hidden communication by which the work beside it is slowed (SMs that NCCL takes; modelling-notes.md section 3)."""
+STRAGGLERS = 0.0045
+"""Slowing of a step for each doubling of nodes (weak-scaling rows of dgxc-benchmarking: 0.45-0.6 %)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks of a communication group and how far apart: ``stride`` is such that ``domain / stride`` of them share a domain."""
+
+    ranks: int
+    stride: float
+    span: int
+    """Ranks from the first to the last member, inclusive."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A cluster as one layout uses it."""
+
+    cluster: ClusterSpec
+    layout: Layout
+
+    def group(self, axis: str) -> Group:
+        """The group of ``axis``: a mesh axis, ``cp``'s parts ``ring`` and ``ulysses``, ``dp`` (both parts), ``zero`` (the ranks over which
+        ZeRO shards dense parameters: dp_shard x cp), ``edp_shard``, ``edp_replicate``, ``etp_ep``."""
+        return _group(self.layout, axis, self.cluster.levels[0].size)
+
+    def seconds(self, kind: str, axis: str, bytes: float, count: float = 1) -> float:
+        """Seconds of ``count`` collectives in a row over ``axis``; 0 for a group of one."""
+        group = self.group(axis)
+        if group.ranks <= 1 or not bytes:
+            return 0.0
+        return count * _seconds(self.cluster, kind, float(bytes), group.ranks, group.stride)
+
+    def sent(self, kind: str, axis: str, bytes: float, count: float = 1) -> dict[str, float]:
+        """Wire bytes of one rank by the name of the level they travel on: inside a domain and, for the share that leaves it, outside."""
+        group = self.group(axis)
+        if group.ranks <= 1 or not bytes:
+            return {}
+        if kind == "send_recv":
+            return {self.cluster.level_of(2, max(1, round(group.stride))).name: bytes * count}
+        out: dict[str, float] = {}
+        below = 1
+        for level, inside in zip(self.cluster.levels, self.cluster.spread(group.ranks, group.stride), strict=True):
+            here = int(inside)
+            if here > below:
+                if kind == "all_to_all":
+                    out[level.name] = bytes * (here - below) / group.ranks * count
+                else:
+                    out[level.name] = wire_bytes(kind, bytes / below, here / below) * count
+                below = here
+        return out
+
+
+@lru_cache(maxsize=65536)
+def _seconds(cluster: ClusterSpec, kind: str, bytes: float, ranks: int, stride: float) -> float:
+    return float(cluster.collective_seconds(kind, bytes, ranks, stride))
+
+
+@lru_cache(maxsize=8192)
+def _group(layout: Layout, axis: str, domain: int) -> Group:
+    if axis in (*EXPERT_AXES, "edp_shard", "edp_replicate", "etp_ep"):
+        place = layout.etp * layout.ep
+        ranks, stride = {
+            "etp": (layout.etp, 1), "ep": (layout.ep, layout.etp), "etp_ep": (place, 1), "edp": (layout.edp, place),
+            "edp_shard": (layout.edp_shard, place), "edp_replicate": (layout.edp_replicate, place * layout.edp_shard),
+        }[axis]  # fmt: skip
+        return _placed(
+            ranks,
+            [_rank_of_place(layout, i * stride) for i in range(min(ranks, domain))],
+            _rank_of_place(layout, (ranks - 1) * stride),
+            domain,
+        )
+    strides: dict[str, tuple[int, int]] = {}
+    reach = 1
+    for name, size in layout.axes:
+        strides[name] = (size, reach)
+        reach *= size
+    if axis in ("ring", "ulysses"):
+        _, base = strides["cp"]
+        return _strided(layout.ulysses, base) if axis == "ulysses" else _strided(layout.ring, base * layout.ulysses)
+    if axis == "dp":
+        return _strided(layout.dp, strides["dp_shard"][1])
+    if axis == "zero":
+        parts = sorted((strides["cp"], strides["dp_shard"]), key=lambda part: part[1])
+        (inner, first), (outer, second) = parts
+        members = [i % inner * first + i // inner * second for i in range(min(inner * outer, domain))]
+        return _placed(inner * outer, members, (inner - 1) * first + (outer - 1) * second, domain)
+    return _strided(*strides[axis])
+
+
+def _strided(ranks: int, stride: int) -> Group:
+    return Group(ranks, float(stride), (ranks - 1) * stride + 1)
+
+
+def _placed(ranks: int, first_members: list[int], last: int, domain: int) -> Group:
+    inside = sum(member < domain for member in first_members)
+    stride = domain / inside if inside > 1 and ranks > inside else (last / (ranks - 1) if ranks > 1 else 1.0)
+    return Group(ranks, float(stride), last + 1)
+
+
+def _rank_of_place(layout: Layout, place: int) -> int:
+    """The rank at ``place`` of the first stage's mesh (the dense axes without pp)."""
+    rank, stride = 0, 1
+    for axis, size in layout.axes:
+        if axis != "pp":
+            rank += place % size * stride
+            place //= size
+        stride *= size
+    return rank
+
+
+def exposed(
+    network: Network, execution: Execution, operations: Iterable[Operation], which: Pass, beside: Compute
+) -> dict[str, float]:
+    """Seconds that the collectives of one pass add to its compute, by axis. ``beside``: the pass's own compute.
+
+    Userbuffers and async-TP leave a share; Megatron hides, in backward, the gather of the input beside the input gradient's product
+    and the reduction of the input gradient beside the weight gradient's; rings pass K and V beside the block at hand; all-to-all is
+    hidden only where a second microbatch runs beside it.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    tp_behind = ring = experts = 0.0
+    overlap = execution.tp_overlap
+    for op in operations:
+        if not isinstance(op, Collective):
+            continue
+        time = network.seconds(op.kind, op.axis, op.bytes, op.count)
+        if op.axis == "tp" and overlap in ("userbuffers", "async"):
+            seconds["tp"] += time * execution.tp_exposed
+        elif op.axis == "tp" and overlap == "backward" and _behind(op, which):
+            tp_behind += time
+        elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap:
+            ring += time
+        elif op.axis in ("ep", "etp_ep") and execution.ep_overlap and not paired(network.layout):
+            experts += time
+        else:
+            seconds[FAMILY.get(op.axis, op.axis)] += time
+    if tp_behind:
+        seconds["tp"] += hidden(tp_behind, beside.matmul)
+    if ring:
+        ranks = network.layout.ring
+        seconds["cp"] += hidden(ring, beside.attention * (ranks - 1) / ranks)
+    if experts:
+        seconds["ep"] += hidden(experts, beside.seconds)
+    return dict(seconds)
+
+
+FAMILY = {
+    "ring": "cp",
+    "ulysses": "cp",
+    "etp_ep": "ep",
+    "dp_shard": "dp",
+    "dp_replicate": "dp",
+    "zero": "dp",
+    "edp_shard": "edp",
+    "edp_replicate": "edp",
+}
+"""The axis under which seconds and bytes of a sub-axis are reported."""
+
+
+def hidden(communication: float, beside: float) -> float:
+    """Seconds added by communication that runs beside ``beside`` seconds of work: what does not fit, and the slowing."""
+    return max(0.0, communication - beside) + INTERFERENCE * min(communication, beside)
+
+
+def paired(layout: Layout) -> bool:
+    """Whether the schedule itself runs one microbatch's forward beside another's backward."""
+    return layout.schedule in ("dualpipe", "dualpipe-v")
+
+
+def _behind(op: Collective, which: Pass) -> bool:
+    """Whether Megatron hides this TP collective in backward: all but the gather of the output gradient, which its products await."""
+    return which == "backward_weight" or (which == "backward_input" and op.kind in ("reduce_scatter", "all_reduce"))
+
+
+def bytes_by_link(network: Network, operations: Iterable[Operation]) -> dict[str, dict[str, float]]:
+    """Wire bytes of the busiest rank for one run of ``operations``: axis -> level name -> bytes."""
+    out: dict[str, dict[str, float]] = {}
+    for op in operations:
+        if isinstance(op, Collective):
+            add_bytes(out, FAMILY.get(op.axis, op.axis), network.sent(op.kind, op.axis, op.bytes, op.count))
+    return out
+
+
+def add_bytes(total: dict[str, dict[str, float]], axis: str, sent: Mapping[str, float], times: float = 1.0) -> None:
+    """Add ``times`` x ``sent`` (level name -> bytes) under ``axis``."""
+    if sent:
+        here = total.setdefault(axis, {})
+        for level, size in sent.items():
+            here[level] = here.get(level, 0.0) + size * times
+
+
+def stragglers(nodes: int) -> float:
+    """Factor by which a step of ``nodes`` nodes takes longer than its average rank: everyone waits for the slowest."""
+    return 1.0 + STRAGGLERS * max(0, nodes - 1).bit_length()

@@ -1,0 +1,160 @@
+"""Seconds of a list of operations on one GPU under an Execution: the interpreter of operations that knows about time.
+
+Matrix products, attention and pointwise work are priced one by one by ``GpuProfile.seconds``; what the framework changes about
+them is here: the attention kernel's generation, how far pointwise kernels are from counted bytes, and the host's launch floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from cost_models.arrays import maximum
+from cost_models.execution import Execution
+from profiles.gpu import GpuProfile
+from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
+
+KINDS = ("matmul", "attention", "pointwise")
+"""What compute seconds are broken down by."""
+ARCHITECTURES = {
+    "ampere": ("a100", "a800", "a30", "a40"),
+    "hopper": ("h100", "h800", "h200", "h20", "gh200"),
+    "blackwell": ("b200", "b300", "gb200", "gb300"),
+}  # fmt: skip
+JITTER = {1: 1.0, 2: 1.1, 4: 1.13, 8: 1.5}
+"""Growth of the launch floor with TP: every process must be ready for every collective, so jitter takes the slowest. Measured on
+vTrain's single-node runs, hidden 1024: 3.05 ms a layer at TP 1, 3.35, 3.45, 4.6-4.8 at TP 2, 4, 8 (modelling-notes.md section 7)."""
+PARTIAL_GRAPHS = 0.5
+"""Share of the host's launches left where only attention and router are captured in CUDA graphs (an estimate)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Seconds of compute by kind, and kernels launched; numbers or arrays."""
+
+    matmul: Number = 0.0
+    attention: Number = 0.0
+    pointwise: Number = 0.0
+    kernels: Number = 0
+
+    @property
+    def seconds(self) -> Number:
+        return self.matmul + self.attention + self.pointwise
+
+    def __add__(self, other: Compute) -> Compute:
+        return Compute(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.pointwise + other.pointwise,
+            self.kernels + other.kernels,
+        )
+
+    def times(self, factor: Number) -> Compute:
+        return Compute(self.matmul * factor, self.attention * factor, self.pointwise * factor, self.kernels * factor)
+
+
+def price(gpu: GpuProfile, execution: Execution, operations: Iterable[Operation]) -> Compute:
+    """Seconds by kind of ``operations`` on ``gpu``, one after the other; collectives cost nothing here."""
+    matmul: Number = 0.0
+    attention: Number = 0.0
+    pointwise: Number = 0.0
+    kernels: Number = 0
+    speed = kernel_speed(execution.attention, architecture(gpu.name))
+    for op in operations:
+        if isinstance(op, Collective):
+            continue
+        if isinstance(op, Pointwise):
+            kernels = kernels + op.kernels
+            factor = 1.0 if counted(op.name) else execution.pointwise_factor
+            pointwise = pointwise + op.kernels * gpu.launch_seconds + op.bytes * factor / gpu.memory_bytes_per_second
+        elif isinstance(op, Attend):
+            kernels = kernels + 1
+            attention = attention + gpu.seconds(op, kernel=speed)
+        elif isinstance(op, GroupedMatmul) and not execution.grouped_gemm:
+            single = Matmul(op.tokens / op.groups, op.n, op.k, op.dtype, 1, op.name, op.weight_gradient)
+            if op.weight_gradient:
+                single = Matmul(op.k, op.n, op.tokens / op.groups, op.dtype, 1, op.name, True)
+            kernels = kernels + op.groups
+            matmul = matmul + op.groups * gpu.seconds(single)
+        else:
+            kernels = kernels + 1
+            matmul = matmul + gpu.seconds(op)
+    return Compute(matmul, attention, pointwise, kernels)
+
+
+@cache
+def counted(name: str) -> bool:
+    """Whether a pointwise operation's bytes are already those its kernels move (loss, softmax, casts, accumulation), so that the
+    framework's factor on norms, activations, rotary embedding and residual additions does not apply."""
+    return name in ("loss", "softmax") or name.endswith((".quantise", ".accumulate"))
+
+
+@cache
+def architecture(gpu: str) -> str:
+    """ampere, hopper, blackwell, or other, from a GPU's name."""
+    first = gpu.lower().replace("_", "-").split("-")[0]
+    return next((name for name, members in ARCHITECTURES.items() if first in members), "other")
+
+
+@cache
+def kernel_table() -> dict[str, Any]:
+    """``data/attention_kernels.yaml``: kernel -> architecture -> {value, origin, source}."""
+    text = (resources.files("cost_models") / "data" / "attention_kernels.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.safe_load(text)
+    return table
+
+
+@cache
+def kernel_speed(kernel: str, arch: str) -> float:
+    """Speed of an attention kernel relative to the GPU's own attention curve."""
+    by_arch = kernel_table()[kernel]
+    return float(by_arch.get(arch, by_arch["other"])["value"])
+
+
+def in_ring_blocks(operations: Iterable[Operation], ring: int) -> tuple[Operation, ...]:
+    """Attention as a ring runs it: ``ring`` kernels, each against the keys of one rank, and fp32 merging of their outputs
+    (read and write the accumulator, read the block: 10 bytes an element; ring attention, arXiv:2310.01889)."""
+    out: list[Operation] = []
+    for op in operations:
+        if isinstance(op, Attend) and ring > 1 and op.fused:
+            block = replace(op, k_len=op.k_len / ring, pairs=op.pairs / ring)
+            out += [block] * ring
+            if not op.backward:
+                out.append(Pointwise(10 * (ring - 1) * op.batch * op.heads * op.q_len * op.v_dim, ring - 1, "ring_merge"))
+        else:
+            out.append(op)
+    return tuple(out)
+
+
+def is_host(gpu: GpuProfile) -> bool:
+    """Whether the device is the host itself: launching then takes time from the work instead of running ahead of it."""
+    return gpu.name.lower().startswith("cpu")
+
+
+def host_seconds(gpu: GpuProfile, execution: Execution, tp: Number) -> Number:
+    """Host time to launch one pass of one layer on a GPU (0 on a CPU, whose operations carry their own overhead)."""
+    if execution.graphs == "full" or is_host(gpu):
+        return 0.0
+    share = PARTIAL_GRAPHS if execution.graphs == "partial" else 1.0
+    return execution.host_layer_seconds * share * jitter(tp)
+
+
+def jitter(tp: Number) -> Number:
+    """``JITTER`` between and beyond its degrees: that of the next measured one."""
+    result: Number = JITTER[1]
+    low = 1
+    for degree, factor in JITTER.items():
+        if degree > 1:
+            result = result + (tp > low) * (factor - JITTER[low])
+            low = degree
+    return result
+
+
+def with_floor(gpu_seconds: Number, host: Number) -> Number:
+    """Seconds of a pass whose GPU work takes ``gpu_seconds`` and whose launches take ``host``: the longer."""
+    return maximum(gpu_seconds, host)

@@ -1,0 +1,223 @@
+"""Seconds of one microbatch through one layer, embedding or head on one rank: forward, recompute, input gradient, weight gradient.
+
+What a layer costs depends on few of a layout's degrees (``layer_key``), so that ten thousand layouts share a few hundred prices:
+``unit_seconds`` is cached on them. A unit is a layer kind by its index in the model, ``EMBEDDING`` or ``HEAD``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from cost_models.communication import Network, Pass, add_bytes, bytes_by_link, exposed, hidden, paired
+from cost_models.compute import Compute, host_seconds, in_ring_blocks, is_host, price
+from cost_models.job import Job
+from cost_models.layer_cost import LayerCost
+from cost_models.layers import embedding_operations, head_operations, layer_operations
+from cost_models.layout import Layout, RecomputeRule
+from cost_models.recompute import recomputed
+from cost_models.weights import unit_weights
+from profiles.model import Moe
+from profiles.operations import Collective, Operation
+
+EMBEDDING, HEAD = -1, -2
+"""Units that are not layers."""
+NO_RECOMPUTE = RecomputeRule(0, None, "none")
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """One pass: compute by kind, exposed communication by axis, and what the host adds beyond both."""
+
+    compute: Compute = field(default_factory=Compute)
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    host: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return float(self.compute.seconds) + sum(self.exposed.values()) + self.host
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSeconds:
+    """A unit's passes for one microbatch, seconds; wire bytes by axis and link; FLOPs of its recomputed operations.
+
+    ``paired_saving``: (forward, backward) seconds that an overlapped forward-and-backward pair hides (DualPipe).
+    ``gather`` and ``reduce``: its FSDP collectives alone, for what no layer hides (the first gather, the last reduction).
+    """
+
+    forward: PassSeconds
+    recompute: PassSeconds
+    backward_input: PassSeconds
+    backward_weight: PassSeconds
+    sent: Mapping[str, Mapping[str, float]]
+    recomputed_flops: float = 0.0
+    paired_saving: tuple[float, float] = (0.0, 0.0)
+    gather: float = 0.0
+    reduce: float = 0.0
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+    """Sums: forward; recompute and input gradient; weight gradient."""
+
+
+def layer_key(job: Job, layout: Layout) -> Layout:
+    """``layout`` with everything set aside that a layer's own passes do not depend on; layouts of equal key share prices."""
+    fields: dict[str, object] = {"vpp": 1, "stages": (), "recompute": "none"}
+    if not paired(layout):
+        fields["schedule"] = "1f1b"
+    if layout.zero not in (2, 3):
+        fields["zero"] = 1
+        if layout.order.endswith("pp"):
+            inner = layout.tp * layout.cp
+            fields |= {"pp": 1, "dp_replicate": 1, "dp_shard": max(1, -(-layout.ep * layout.etp // inner))}
+    elif layout.order.endswith("pp") and job.execution.reshard_with_pipeline:
+        fields["pp"] = 1
+    return layout.with_(**fields)
+
+
+def unit_seconds(job: Job, layout: Layout, unit: int, rule: RecomputeRule = NO_RECOMPUTE) -> UnitSeconds:
+    """Seconds of ``unit`` (a layer kind's index, EMBEDDING or HEAD) under recompute ``rule``, for one microbatch."""
+    return _unit(job, layer_key(job, layout), unit, RecomputeRule(0, None, rule.mode, rule.modules))
+
+
+@lru_cache(maxsize=4096)
+def unit_cost(job: Job, key: Layout, unit: int) -> LayerCost:
+    """The operations of a unit under ``key``."""
+    if unit == EMBEDDING:
+        return embedding_operations(job, key)
+    if unit == HEAD:
+        return head_operations(job, key)
+    return layer_operations(job, key, job.model.kinds[unit])
+
+
+@lru_cache(maxsize=16384)
+def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
+    cost = unit_cost(job, key, unit)
+    network = Network(job.cluster, key)
+    again = recomputed(cost.forward, rule) if unit >= 0 else ()
+    moe = unit >= 0 and isinstance(job.model.kinds[unit].ffn, Moe)
+    sync = job.execution.moe_sync_seconds if moe and not key.capacity and job.execution.graphs != "full" else 0.0
+    floor = unit >= 0
+    forward = _pass(job, network, cost.forward, "forward", floor=floor, extra=sync)
+    backward_input = _pass(job, network, cost.backward_input, "backward_input", floor=floor)
+    backward_weight = _pass(job, network, cost.backward_weight, "backward_weight")
+    recompute = _pass(
+        job, network, again, "forward", floor=floor and rule.mode == "full", extra=sync if rule.mode == "full" else 0.0
+    )
+    gather, scatter = sharded_collectives(job, network, unit)
+    if key.zero in (2, 3):
+        forward, backward_input = _with_sharding(
+            job, network, unit, forward, recompute, backward_input, backward_weight, gather, scatter
+        )
+    sent = bytes_by_link(network, cost.operations() + again)
+    _add_sharded_bytes(job, network, unit, sent)
+    flops = float(sum(op.flops for op in again))
+    f, b, w = forward.seconds, recompute.seconds + backward_input.seconds, backward_weight.seconds
+    saving = _paired_saving(job, network, forward, recompute, backward_input, backward_weight)
+    return UnitSeconds(forward, recompute, backward_input, backward_weight, sent, flops, saving, gather, scatter, f, b, w)
+
+
+def _pass(
+    job: Job, network: Network, operations: tuple[Operation, ...], which: Pass, *, floor: bool = False, extra: float = 0.0
+) -> PassSeconds:
+    """One pass of one unit. ``floor``: the host's launches may take longer than the work; ``extra``: host seconds on top."""
+    execution, layout = job.execution, network.layout
+    if not operations:
+        return PassSeconds()
+    if layout.ring > 1 and layout.cp_kind != "allgather":
+        operations = in_ring_blocks(operations, layout.ring)
+    compute = price(job.cluster.gpu, execution, operations)
+    exposures = exposed(network, execution, operations, which, compute)
+    host = extra
+    if floor:
+        busy = float(compute.seconds) + sum(exposures.values())
+        host += max(0.0, float(host_seconds(job.cluster.gpu, execution, layout.tp)) - busy) + execution.blocking_launch_seconds
+    if is_host(job.cluster.gpu):
+        host += execution.host_kernel_seconds * float(compute.kernels + sum(isinstance(op, Collective) for op in operations))
+    return PassSeconds(compute, exposures, host)
+
+
+def sharded_collectives(job: Job, network: Network, unit: int) -> tuple[float, float]:
+    """(gather, reduce) seconds of a unit's parameters and gradients over the ranks that shard them (ZeRO-2 and 3)."""
+    layout = network.layout
+    if layout.zero not in (2, 3):
+        return 0.0, 0.0
+    weights = unit_weights(job, layout, unit)
+    execution = job.execution
+    gather = weights.gather_bytes(job)
+    grad = execution.reduce_bytes
+    g = network.seconds("all_gather", "zero", gather[0]) + network.seconds("all_gather", "edp_shard", gather[1])
+    r = network.seconds("reduce_scatter", "zero", grad * weights.dense) + network.seconds(
+        "reduce_scatter", "edp_shard", grad * weights.expert
+    )
+    shards, expert_shards = layout.dp_shard * layout.cp, layout.edp_shard
+    r += network.seconds("all_reduce", "dp_replicate", grad * weights.dense / shards)
+    r += network.seconds("all_reduce", "edp_replicate", grad * weights.expert / expert_shards)
+    return (g if layout.zero == 3 else 0.0), r
+
+
+def _add_sharded_bytes(job: Job, network: Network, unit: int, sent: dict[str, dict[str, float]]) -> None:
+    """Wire bytes of one microbatch's gathers and reduction (ZeRO-2 and 3)."""
+    layout, execution = network.layout, job.execution
+    if layout.zero not in (2, 3):
+        return
+    weights = unit_weights(job, layout, unit)
+    gathers = 0.0 if layout.zero == 2 or gathers_once(job, layout) else execution.gathers_per_microbatch
+    for axis, count, wire, group in (
+        ("dp", weights.dense, weights.gather_bytes(job)[0], "zero"),
+        ("edp", weights.expert, weights.gather_bytes(job)[1], "edp_shard"),
+    ):
+        add_bytes(sent, axis, network.sent("all_gather", group, wire), gathers)
+        add_bytes(sent, axis, network.sent("reduce_scatter", group, execution.reduce_bytes * count))
+
+
+def _with_sharding(
+    job: Job, network: Network, unit: int,
+    forward: PassSeconds, recompute: PassSeconds, backward_input: PassSeconds, backward_weight: PassSeconds, gather: float, scatter: float,
+) -> tuple[PassSeconds, PassSeconds]:  # fmt: skip
+    """Forward and backward with the unit's gathers and reduction: beside its work where the framework prefetches."""
+    layout, execution = network.layout, job.execution
+    if gathers_once(job, layout):
+        gather = 0.0
+        if layout.zero == 3 and not execution.reduce_every_microbatch:
+            scatter = 0.0
+    before, after = gather, gather * (execution.gathers_per_microbatch - 1) + scatter
+    work = recompute.seconds + backward_input.seconds + backward_weight.seconds
+    if execution.fsdp_prefetch:
+        before, after = hidden(before, forward.seconds), hidden(after, work)
+    return _add(forward, "dp", before), _add(backward_input, "dp", after)
+
+
+def gathers_once(job: Job, layout: Layout) -> bool:
+    """Whether ZeRO-3 keeps parameters gathered from the first to the last microbatch (pipeline without resharding)."""
+    return layout.pp > 1 and not job.execution.reshard_with_pipeline
+
+
+def _add(one: PassSeconds, axis: str, seconds: float) -> PassSeconds:
+    if not seconds:
+        return one
+    exposures = dict(one.exposed)
+    exposures[axis] = exposures.get(axis, 0.0) + seconds
+    return PassSeconds(one.compute, exposures, one.host)
+
+
+def _paired_saving(
+    job: Job,
+    network: Network,
+    forward: PassSeconds,
+    recompute: PassSeconds,
+    backward_input: PassSeconds,
+    backward_weight: PassSeconds,
+) -> tuple[float, float]:
+    """Seconds an overlapped pair hides: each half's all-to-all beside the other half's compute."""
+    if not (paired(network.layout) and job.execution.ep_overlap):
+        return 0.0, 0.0
+    back = recompute.exposed.get("ep", 0.0) + backward_input.exposed.get("ep", 0.0) + backward_weight.exposed.get("ep", 0.0)
+    front = forward.exposed.get("ep", 0.0)
+    work = float(recompute.compute.seconds + backward_input.compute.seconds + backward_weight.compute.seconds)
+    return front - hidden(front, work), back - hidden(back, float(forward.compute.seconds))
+
+
+__all__ = ["EMBEDDING", "HEAD", "NO_RECOMPUTE", "PassSeconds", "UnitSeconds", "layer_key", "unit_cost", "unit_seconds"]

@@ -1,0 +1,136 @@
+"""What a step adds to its passes on one pipeline rank: gradient reduction, parameter gathering, gradient norm, optimizer.
+
+Reduction runs beside the last microbatch's backward where the framework overlaps it, gathering beside the next first forward; 80 % of
+that time is usable, the last bucket never hides, and what hides still slows the work (``communication.INTERFERENCE``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cost_models.communication import INTERFERENCE, Network, add_bytes
+from cost_models.job import Job
+from cost_models.layout import Layout
+from cost_models.passes import gathers_once
+from cost_models.weights import Weights
+from profiles.operations import Matmul
+
+USABLE = 0.8
+"""Share of a pass beside which reduction and gathering can run (modelling-notes.md section 2, 11)."""
+OPTIMIZER_SHARE = {"adamw": 1.0, "adamw8bit": 0.65, "muon": 0.6, "sgd": 0.45}
+"""Traffic of an optimizer's step over AdamW's with fp32 states: bytes read and written (16 + 4 of 34 for 8-bit moments, ...)."""
+MUON_STEPS = 5
+"""Newton-Schulz iterations (Muon, Jordan et al. 2024; arXiv:2502.16982)."""
+HOST_LINK_BYTES_PER_SECOND = 20e9
+"""Achieved one way between device and host memory for one GPU of a node at work (PCIe 4; an estimate)."""
+HOST_OPTIMIZER_BYTES_PER_SECOND = 20e9
+"""One GPU's share of host memory traffic in a vectorised Adam on the CPU (DeepSpeed CPUAdam; an estimate)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Seconds on one pipeline rank: ``reduce`` and ``gather`` as exposed, by axis (dp, edp), ``optimizer``; wire bytes by axis."""
+
+    reduce: dict[str, float] = field(default_factory=dict)
+    gather: dict[str, float] = field(default_factory=dict)
+    optimizer: float = 0.0
+    sent: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def start(self) -> float:
+        """Seconds before the rank's first forward."""
+        return sum(self.gather.values())
+
+    @property
+    def end(self) -> float:
+        """Seconds after its last backward."""
+        return sum(self.reduce.values()) + self.optimizer
+
+
+def update_seconds(
+    job: Job, layout: Layout, weights: Weights, *, forward: float, backward: float, matrices: tuple[Matmul, ...] = ()
+) -> Update:
+    """The update of a rank that holds ``weights`` and whose one microbatch takes ``forward`` and ``backward`` seconds in all its
+    chunks; ``matrices``: its weight-gradient products, for an optimizer that works on whole matrices."""
+    network, execution = Network(job.cluster, layout), job.execution
+    sent: dict[str, dict[str, float]] = {}
+    reduce: dict[str, float] = {}
+    gather: dict[str, float] = {}
+    once = layout.zero < 2 or (layout.zero == 3 and gathers_once(job, layout) and not execution.reduce_every_microbatch)
+    gathered = weights.gather_bytes(job)
+    parts = (
+        ("dp", weights.dense, gathered[0], "zero", "dp_replicate", layout.dp_shard * layout.cp),
+        ("edp", weights.expert, gathered[1], "edp_shard", "edp_replicate", layout.edp_shard),
+    )
+    for axis, count, wire, shard_axis, replica_axis, shards in parts:
+        if not count:
+            continue
+        size = execution.reduce_bytes * count if job.precision != "fp32" else 4.0 * count
+        if once:
+            time = _reduction(network, size, shard_axis, replica_axis, shards, layout.zero, sent, axis)
+            reduce[axis] = _exposed(time, size, execution.dp_bucket_bytes, USABLE * backward, execution.dp_overlap)
+        if layout.zero in (1, 2) or (layout.zero == 3 and gathers_once(job, layout)):
+            time = network.seconds("all_gather", shard_axis, wire)
+            add_bytes(sent, axis, network.sent("all_gather", shard_axis, wire))
+            gather[axis] = _exposed(
+                time, wire, execution.dp_bucket_bytes, USABLE * forward, execution.dp_overlap and execution.gather_overlap
+            )
+    return Update(reduce, gather, optimizer_seconds(job, layout, weights, matrices), sent)
+
+
+def _reduction(
+    network: Network,
+    size: float,
+    shard_axis: str,
+    replica_axis: str,
+    shards: int,
+    zero: int,
+    sent: dict[str, dict[str, float]],
+    axis: str,
+) -> float:
+    """Seconds of reducing ``size`` bytes of gradients once over all replicas."""
+    if zero == 0:
+        time = network.seconds("all_reduce", shard_axis, size) + network.seconds("all_reduce", replica_axis, size)
+        add_bytes(sent, axis, network.sent("all_reduce", shard_axis, size))
+        add_bytes(sent, axis, network.sent("all_reduce", replica_axis, size))
+        return time
+    time = network.seconds("reduce_scatter", shard_axis, size) + network.seconds("all_reduce", replica_axis, size / shards)
+    add_bytes(sent, axis, network.sent("reduce_scatter", shard_axis, size))
+    add_bytes(sent, axis, network.sent("all_reduce", replica_axis, size / shards))
+    return time
+
+
+def _exposed(time: float, size: float, bucket: float, window: float, overlap: bool) -> float:
+    """Seconds left of ``time`` that may run beside ``window`` seconds of work, its last ``bucket`` bytes apart."""
+    if not overlap or not time:
+        return time
+    last = time * min(1.0, bucket / size)
+    rest = time - last
+    return last + max(0.0, rest - window) + INTERFERENCE * min(rest, window)
+
+
+def optimizer_seconds(job: Job, layout: Layout, weights: Weights, matrices: tuple[Matmul, ...] = ()) -> float:
+    """Seconds of the optimizer step on the rank's shard, gradient norm included; on the host where its state is offloaded."""
+    sharded = layout.zero >= 1
+    dense = weights.dense / (layout.dp_shard * layout.cp if sharded else 1)
+    expert = weights.expert / (layout.edp_shard if sharded else 1)
+    count = dense + expert
+    execution = job.execution
+    traffic = execution.optimizer_traffic * OPTIMIZER_SHARE[job.optimizer] * count
+    if "optimizer" in layout.offload:
+        across = (execution.gradient_bytes + execution.gather_bytes) * count / HOST_LINK_BYTES_PER_SECOND
+        return across + traffic / HOST_OPTIMIZER_BYTES_PER_SECOND
+    seconds = traffic / job.cluster.gpu.memory_bytes_per_second
+    if job.optimizer == "muon":
+        ranks = layout.dp_shard * layout.cp if sharded else 1
+        seconds += sum(_newton_schulz(job, op) for op in matrices) / ranks
+    return seconds
+
+
+def _newton_schulz(job: Job, op: Matmul) -> float:
+    """Seconds to orthogonalise the gradient of one m x n matrix: per iteration X X^T, its square, and a product with X."""
+    small, large = min(op.m, op.n), max(op.m, op.n)
+    dtype = "bf16" if job.precision != "fp32" else "fp32"
+    gpu = job.cluster.gpu
+    squares = gpu.seconds(Matmul(small, small, large, dtype)) + gpu.seconds(Matmul(small, small, small, dtype))
+    return MUON_STEPS * float(squares + gpu.seconds(Matmul(small, large, small, dtype)))
