@@ -66,30 +66,33 @@ class MatmulCurve:
 
     def seconds(
         self, peak: float, m: Number, n: Number, k: Number, batch: Number = 1, *, item: float = 2.0, out: float = 2.0,
-        floor_flops: float = 0.0, t0: float | None = None, m0: float | None = None, traffic: Number | None = None,
+        floor_flops: float = 0.0, t0: float | None = None,
     ) -> Number:  # fmt: skip
         """Seconds of ``batch`` products in one kernel; ``item``/``out`` bytes an element read/written, ``floor_flops`` = F*."""
         flops = 2.0 * m * n * k * batch
-        fill = (1 + (self.m0 if m0 is None else m0) / m) * (1 + self.n0 / n) * (1 + self.k0 / k)
+        fill = (1 + self.m0 / m) * (1 + self.n0 / n) * (1 + self.k0 / k)
         derate = (1 + np.maximum(flops, floor_flops if self.hot else 0.0) / self.f0_flops) ** self.g
-        moved = (item * k * (m + n) + out * m * n) * batch if traffic is None else traffic
+        moved = (item * k * (m + n) + out * m * n) * batch
         compute = flops / (self.efficiency * peak) * fill * derate
         return (self.t0_seconds if t0 is None else t0) + np.maximum(compute, moved / self.memory_bytes_per_second)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GroupedCurve:
-    """How grouped products (experts) differ from a plain one of the same precision: ``tokens0`` takes the place of m0, the rows
-    of a group are padded towards whole tiles by ``padding`` (0: not at all, 1: fully), ``weight_gradient`` multiplies the time of
-    the product that sums over tokens, ``efficiency`` is relative to the plain product's."""
+    """Grouped products (experts) of one precision, balanced: the plain form with ``tokens0`` in the place of m0 and rows padded
+    towards whole tiles (``padding`` 0: not at all, 1: fully). ``weight_gradient`` multiplies the time of the product that sums over
+    each group's tokens. ``t0_seconds`` is one grouped product's share of what surrounds it."""
 
-    tokens0: float = Field(ge=0)
-    padding: float = Field(ge=0, le=1)
     efficiency: float = Field(gt=0, le=1.5)
+    tokens0: float = Field(ge=0)
+    n0: float = Field(ge=0)
+    k0: float = Field(ge=0)
+    padding: float = Field(ge=0, le=1)
+    t0_seconds: float = Field(ge=0)
+    memory_bytes_per_second: float = Field(gt=0)
     weight_gradient: float = Field(ge=1, le=4)
     origin: Origin
     source: str = Field(min_length=3)
-    t0_seconds: float = Field(default=5e-6, ge=0)
     heldout_error: float | None = None
 
 
@@ -221,16 +224,28 @@ class GpuProfile:
         return found
 
     @cached_property
+    def grouped_curves(self) -> Mapping[str, GroupedCurve]:
+        """A curve of grouped products for every precision that has a peak."""
+        return {dtype: self._grouped(dtype) for dtype in self.peaks}
+
+    @cached_property
     def _first_byte(self) -> float:
         """t0 of a product whose operands are there already."""
         return min(curve.t0_seconds for curve in self.matmul.values())
 
     def _grouped(self, dtype: str) -> GroupedCurve:
-        like = next((d for d in (dtype, "bf16", "fp16", "fp8") if d in self.grouped), None)
-        if like is not None:
-            return self.grouped[like]
-        curve = self.curves[dtype]
-        return GroupedCurve(tokens0=curve.m0, padding=0.5, efficiency=1.0, weight_gradient=1.2, origin="estimate", source="as the plain product")
+        """The precision's own grouped curve, or the plain product's form with the padding of a 128-row tile."""
+        if dtype in self.grouped:
+            return self.grouped[dtype]
+        own, bf16 = self.curves[dtype], self.grouped.get("bf16")
+        plain = self.curves.get("bf16", own)
+        if bf16 is not None:
+            scale = own.efficiency / plain.efficiency
+            return replace(bf16, efficiency=bf16.efficiency * scale, origin="estimate", source=f"bf16 experts at the {dtype} peak: {bf16.source}")
+        return GroupedCurve(
+            efficiency=own.efficiency, tokens0=own.m0, n0=own.n0, k0=own.k0, padding=0.5, t0_seconds=own.t0_seconds, weight_gradient=1.2,
+            memory_bytes_per_second=own.memory_bytes_per_second, origin="estimate", source=f"as the plain {dtype} product: {own.source}",
+        )  # fmt: skip
 
     def seconds(self, op: Matmul | GroupedMatmul | Attend | Pointwise, *, sustained: bool = True, kernel: Number = 1.0) -> Number:
         """Seconds of one operation on one GPU, alone; a number, or an array where the operation's sizes are arrays.
@@ -259,16 +274,19 @@ class GpuProfile:
         return t0 + busy * ratio / speed
 
     def _grouped_matmul(self, op: GroupedMatmul, sustained: bool) -> Number:
-        peak, curve, group = self.peak_flops(op.dtype), self.curves[op.dtype], self._grouped(op.dtype)
-        floor, speed = self._speed(sustained)
+        peak, curve = self.peak_flops(op.dtype), self.grouped_curves[op.dtype]
         rows = np.maximum(op.tokens / op.groups, 1.0)
-        padded = rows * (TILE_ROWS * np.ceil(rows / TILE_ROWS) / rows) ** group.padding
-        item = BYTES[op.dtype]
-        traffic = item * (op.tokens * op.k + op.groups * op.n * op.k) + max(item, 2.0) * op.tokens * op.n
+        padded = rows * (TILE_ROWS * np.ceil(rows / TILE_ROWS) / rows) ** curve.padding
+        fill = (1 + curve.tokens0 / padded) * (1 + curve.n0 / op.n) * (1 + curve.k0 / op.k)
+        work = 2.0 * padded * op.groups * op.n * op.k / (curve.efficiency * peak * self._speed(sustained)[1]) * fill
+        item, weights = BYTES[op.dtype], op.groups * 1.0 * op.n * op.k
+        rows_in, rows_out = op.tokens * 1.0 * op.k, op.tokens * 1.0 * op.n
         if op.weight_gradient:
-            traffic = item * op.tokens * (op.k + op.n) + max(item, 2.0) * op.groups * op.n * op.k
-        busy = curve.seconds(peak, padded, op.n, op.k, op.groups, floor_flops=floor, t0=0.0, m0=group.tokens0, traffic=traffic)
-        return group.t0_seconds + busy * (group.weight_gradient if op.weight_gradient else 1.0) / (speed * group.efficiency)
+            moved = item * (rows_in + rows_out) + max(item, 2.0) * weights
+        else:
+            moved = item * (rows_in + weights) + max(item, 2.0) * rows_out
+        busy = np.maximum(work, moved / curve.memory_bytes_per_second)
+        return curve.t0_seconds + busy * (curve.weight_gradient if op.weight_gradient else 1.0)
 
     def _attend(self, op: Attend, sustained: bool, kernel: Number) -> Number:
         if not op.fused:

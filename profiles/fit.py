@@ -1,0 +1,371 @@
+"""Curves from samples: the one place where a GPU's or a link's constants come from measured times.
+
+Used by ``benchmarks/fit_hardware.py`` (the shipped curves) and by ``axisplan profile`` (this machine). Every fit minimises relative
+error, nearly its absolute value (a soft L1), and states its error on samples that were held out; the curve returned is then fitted to
+all of them. numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from profiles.errors import InputError
+from profiles.gpu import AttentionCurve, GroupedCurve, MatmulCurve, Origin
+from profiles.links import CollectiveCurve
+from profiles.operations import wire_bytes
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Curve = TypeVar("Curve")
+SOFT = 0.02
+"""Relative error below which the loss is quadratic: about the repeat noise of a good measurement."""
+
+
+@dataclass(frozen=True)
+class MatmulSample:
+    """One product [m, k] x [k, n], ``batch`` times, measured ``seconds``."""
+
+    m: float
+    n: float
+    k: float
+    seconds: float
+    batch: float = 1
+
+
+@dataclass(frozen=True)
+class AttentionSample:
+    """One forward of flash attention: ``batch`` sequences of ``length``, ``heads`` of ``head_dim``, causal unless said otherwise."""
+
+    batch: float
+    length: float
+    heads: float
+    head_dim: float
+    seconds: float
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class CollectiveSample:
+    """One collective of full buffer ``bytes`` over ``ranks``."""
+
+    kind: str
+    ranks: int
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PointwiseSample:
+    """``bytes`` read and written in ``kernels`` launches."""
+
+    bytes: float
+    seconds: float
+    kernels: float = 1
+
+
+@dataclass(frozen=True)
+class ExpertSample:
+    """The two grouped products of a gated MoE layer: ``tokens`` rows in all over ``groups`` experts, hidden h, expert width i."""
+
+    tokens: float
+    hidden: float
+    inner: float
+    groups: float
+    seconds: float
+    case: str = ""
+    """Samples of one case (a model's shapes) are held out together."""
+
+
+@dataclass(frozen=True)
+class Fit(Generic[Curve]):
+    """A curve, its relative errors on held-out samples (mean and 90th percentile of |predicted/measured - 1|), and how many there were."""
+
+    curve: Curve
+    heldout_mean: float
+    heldout_p90: float
+    heldout_median: float
+    samples: int
+
+
+def errors(predicted: Array, measured: Array) -> tuple[float, float, float]:
+    """(mean, 90th percentile, median) of |predicted/measured - 1|."""
+    off = np.abs(predicted / measured - 1)
+    return float(off.mean()), float(np.quantile(off, 0.9)), float(np.median(off))
+
+
+def _need(samples: Sequence[Any], least: int, what: str) -> None:
+    if len(samples) < least:
+        raise InputError("samples", len(samples), f"a fit of {what} needs at least {least}", least)
+    if any(not (np.isfinite(s.seconds) and s.seconds > 0) for s in samples):
+        raise InputError("samples", "seconds", f"{what}: every time must be positive and finite", None)
+
+
+def minimise(model: Callable[[Array], Array], measured: Array, start: Array, low: Array, high: Array, rounds: int = 60) -> Array:
+    """Parameters within [low, high] that minimise the soft L1 of ``model(p)/measured - 1``.
+
+    Levenberg-Marquardt on log parameters with a forward-difference Jacobian; reweighted each round, which is what makes a square an
+    absolute value (iteratively reweighted least squares).
+    """
+    floor, ceiling = np.log(low), np.log(high)
+    point = np.clip(np.log(np.clip(start, low, high)), floor, ceiling)
+
+    def off(x: Array) -> Array:
+        return model(np.exp(x)) / measured - 1
+
+    def loss(r: Array) -> float:
+        return float((np.sqrt(SOFT**2 + r * r) - SOFT).mean())
+
+    damping, residual = 1e-2, off(point)
+    best = loss(residual)
+    for _ in range(rounds):
+        weight = 1 / np.sqrt(SOFT**2 + residual**2)
+        jacobian = np.empty((len(measured), len(point)))
+        for i in range(len(point)):
+            step = 1e-5 if point[i] + 1e-5 <= ceiling[i] else -1e-5
+            moved = point.copy()
+            moved[i] += step
+            jacobian[:, i] = (off(moved) - residual) / step
+        normal = jacobian.T @ (jacobian * weight[:, None])
+        slope = jacobian.T @ (residual * weight)
+        improved = False
+        for _ in range(12):
+            scale = np.diag(normal) + 1e-12 * float(np.trace(normal)) + 1e-300
+            trial = np.clip(point - np.linalg.solve(normal + damping * np.diag(scale), slope), floor, ceiling)
+            candidate = off(trial)
+            value = loss(candidate)
+            if value < best:
+                improved = best - value > 1e-9
+                point, residual, best, damping = trial, candidate, value, max(damping / 5, 1e-9)
+                break
+            damping *= 4
+        if not improved:
+            break
+    return np.exp(point)
+
+
+def nonnegative(columns: Array, measured: Array, rounds: int = 30) -> Array:
+    """Coefficients >= 0 of a linear model that minimise the soft L1 of relative error: exact over every choice of non-zero ones."""
+    scaled = columns / measured[:, None]
+    weight = np.ones(len(measured))
+    width = columns.shape[1]
+    best = np.zeros(width)
+    for _ in range(rounds):
+        found, lowest = best, np.inf
+        root = np.sqrt(weight)
+        for mask in range(1, 1 << width):
+            chosen = [i for i in range(width) if mask >> i & 1]
+            solution = np.linalg.lstsq(scaled[:, chosen] * root[:, None], root, rcond=None)[0]
+            if np.any(solution < 0):
+                continue
+            value = float((weight * (scaled[:, chosen] @ solution - 1) ** 2).sum())
+            if value < lowest:
+                lowest, found = value, np.zeros(width)
+                found[chosen] = solution
+        if np.allclose(found, best, rtol=1e-6, atol=0):
+            break
+        best = found
+        weight = 1 / np.sqrt(SOFT**2 + (scaled @ best - 1) ** 2)
+    return best
+
+
+def _folds(keys: Sequence[Any], folds: int) -> list[Array]:
+    """Masks of held-out samples; samples of one key stay together, keys dealt out in a fixed shuffle."""
+    distinct = list(dict.fromkeys(keys))
+    order = np.random.default_rng(0).permutation(len(distinct))
+    fold = {distinct[index]: place % folds for place, index in enumerate(order)}
+    member = np.array([fold[key] for key in keys])
+    return [member == number for number in range(min(folds, len(distinct)))]
+
+
+def _held_out(fit: Callable[[Array], Array], predict: Callable[[Array], Array], measured: Array, masks: Sequence[Array]) -> tuple[float, float, float]:
+    predicted = np.full(len(measured), np.nan)
+    for mask in masks:
+        predicted[mask] = predict(fit(~mask))[mask]
+    seen = ~np.isnan(predicted)
+    return errors(predicted[seen], measured[seen])
+
+
+def fit_matmul(
+    samples: Sequence[MatmulSample], *, peak: float, item_bytes: float = 2.0, out_bytes: float = 2.0, memory_bytes_per_second: float,
+    derate: bool = True, cast: bool = False, folds: int = 5, origin: Origin = "fitted", source: str = "fit_matmul",
+) -> Fit[MatmulCurve]:  # fmt: skip
+    """The saturating form with power derate (module ``profiles.gpu``), whole (n, k) pairs held out in turn.
+
+    ``peak`` in FLOP/s; where it is unknown (a CPU) any figure above the fastest sample does, as efficiency is relative to it.
+    ``derate`` False pins g to 0; ``cast`` True fits the quantisation of the activation that such samples include.
+    """
+    _need(samples, 8, "matrix products")
+    m, n, k, batch, measured = (np.array([getattr(s, field) for s in samples], dtype=float) for field in ("m", "n", "k", "batch", "seconds"))
+    blank = MatmulCurve(efficiency=0.5, t0_seconds=0, m0=0, n0=0, k0=0, origin=origin, source=source, memory_bytes_per_second=memory_bytes_per_second)
+
+    def curve(p: Array) -> MatmulCurve:
+        values = [float(f"{value:.5g}") for value in p]
+        return replace(
+            blank, efficiency=values[0], t0_seconds=values[1], m0=values[2], n0=values[3], k0=values[4], f0_flops=values[5],
+            g=values[6] if derate else 0.0, quantise_multiplier=values[7] if cast else 0.0,
+        )  # fmt: skip
+
+    def seconds(p: Array, at: Any = slice(None)) -> Array:
+        rows, columns, depth, times = m[at], n[at], k[at], batch[at]
+        flops = 2 * rows * columns * depth * times
+        fill = (1 + p[2] / rows) * (1 + p[3] / columns) * (1 + p[4] / depth)
+        hot = (1 + flops / p[5]) ** p[6] if derate else 1.0
+        moved = (item_bytes * depth * (rows + columns) + out_bytes * rows * columns) * times
+        extra = p[7] * 3 * rows * depth * times / memory_bytes_per_second if cast else 0.0
+        return np.asarray(p[1] + extra + np.maximum(flops / (p[0] * peak) * fill * hot, moved / memory_bytes_per_second))
+
+    small = float(measured.min())
+    fastest = float((2 * m * n * k * batch / measured).max()) / peak
+    low = np.array([0.02 * fastest, small * 1e-3, 0.1, 0.1, 0.1, 5e10, 1e-4, 0.02])
+    high = np.array([min(1.19, 3 * fastest), small * 0.98, 4000, 4000, 4000, 5e13, 0.3, 4.0])
+    starts = [np.array([0.9 * fastest, small / 2, 80, 80, 120, f0, g, 2.0]) for f0, g in ((5e11, 0.05), (5e12, 0.1), (5e13, 0.15))]
+
+    def solve(keep: Array) -> Array:
+        found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in (starts if derate else starts[:1])]
+        return min(found, key=lambda p: errors(seconds(p, keep), measured[keep])[0])
+
+    everything = np.ones(len(measured), dtype=bool)
+    score = _held_out(solve, seconds, measured, _folds(list(zip(n, k, strict=True)), folds))
+    return Fit(replace(curve(solve(everything)), heldout_error=float(f"{score[0]:.3g}")), *score, len(samples))
+
+
+def fit_attention(
+    samples: Sequence[AttentionSample], *, peak: float, sms: float, head_dim: int = 128, backward_ratio: dict[int, float] | None = None,
+    full_share: float = 0.45, origin: Origin = "fitted", source: str = "fit_attention",
+) -> Fit[AttentionCurve]:  # fmt: skip
+    """Efficiency, t0, s0 and w0 from the forward samples of ``head_dim``, every third length held out; speed at other head sizes is
+    the median of what their samples say beside that curve. Backward samples are given as a ratio by the caller."""
+    own = [s for s in samples if s.head_dim == head_dim]
+    _need(own, 6, f"attention at head size {head_dim}")
+
+    def columns(rows: Sequence[AttentionSample]) -> tuple[Array, Array, Array, Array]:
+        length = np.array([s.length for s in rows], dtype=float)
+        causal = np.array([s.causal for s in rows])
+        lanes = np.array([s.batch * s.heads for s in rows], dtype=float)
+        pairs = np.where(causal, length * (length + 1) / 2, length**2)
+        flops = 4 * pairs * lanes * np.array([s.head_dim for s in rows], dtype=float)
+        share = np.where(causal, full_share + (1 - full_share) * np.clip(1 - 1 / length, 0, 1), full_share)
+        return flops, share * length / (2 * pairs), lanes * np.ceil(length / 128), np.array([s.seconds for s in rows], dtype=float)
+
+    flops, shortness, tiles, measured = columns(own)
+
+    def seconds(p: Array, at: Any = slice(None)) -> Array:
+        return np.asarray(p[1] + flops[at] / (p[0] * peak) * (1 + p[2] * shortness[at]) * (1 + p[3] * sms / tiles[at]))
+
+    small, fastest = float(measured.min()), float((flops / measured).max()) / peak
+    low, high = np.array([0.1 * fastest, small * 1e-3, 1.0, 1e-6]), np.array([min(1.19, 3 * fastest), small * 0.98, 5000.0, 8.0])
+    starts = [np.array([fastest, small / 2, 400.0, w]) for w in (0.05, 1.5)]
+
+    def solve(keep: Array) -> Array:
+        found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in starts]
+        return min(found, key=lambda p: errors(seconds(p, keep), measured[keep])[0])
+
+    lengths = sorted({s.length for s in own})
+    third = [np.array([lengths.index(s.length) % 3 == part for s in own]) for part in range(3)]
+    score = _held_out(solve, seconds, measured, [mask for mask in third if mask.any() and not mask.all()])
+    p = solve(np.ones(len(own), dtype=bool))
+    speeds = {head_dim: 1.0}
+    for other in sorted({s.head_dim for s in samples} - {head_dim}):
+        work, short, tile, time = columns([s for s in samples if s.head_dim == other])
+        expected = work / (p[0] * peak) * (1 + p[2] * short) * (1 + p[3] * sms / tile)
+        speeds[int(other)] = float(f"{np.median(expected / np.maximum(time - p[1], 0.1 * time)):.3g}")
+    efficiency, t0, s0, w0 = (float(f"{value:.5g}") for value in p)
+    curve = AttentionCurve(
+        efficiency=efficiency, t0_seconds=t0, s0=s0, w0=w0 if w0 > 1e-3 else 0.0, head_dim_speed=dict(sorted(speeds.items())),
+        backward_ratio=backward_ratio or {head_dim: 2.5}, full_share=full_share, origin=origin, source=source, heldout_error=float(f"{score[0]:.3g}"),
+    )  # fmt: skip
+    return Fit(curve, *score, len(own))
+
+
+def fit_collective(
+    samples: Sequence[CollectiveSample], *, origin: Origin = "fitted", source: str = "fit_collective"
+) -> dict[str, tuple[Fit[CollectiveCurve], ...]]:
+    """One row (alpha, B, c) for each collective kind and group size in the samples; every second message size held out."""
+    _need(samples, 4, "collectives")
+    found: dict[str, tuple[Fit[CollectiveCurve], ...]] = {}
+    for kind in dict.fromkeys(s.kind for s in samples):
+        rows = []
+        for ranks in sorted({s.ranks for s in samples if s.kind == kind}):
+            own = sorted((s for s in samples if s.kind == kind and s.ranks == ranks), key=lambda s: s.bytes)
+            _need(own, 4, f"{kind} over {ranks} ranks")
+            wire = np.array([float(wire_bytes(kind, s.bytes, ranks)) for s in own])
+            measured = np.array([s.seconds for s in own])
+            table = np.stack([np.ones_like(wire), wire, np.sqrt(wire)], axis=1)
+            even = np.arange(len(own)) % 2 == 0
+
+            def solve(keep: Array, table: Array = table, measured: Array = measured) -> Array:
+                return nonnegative(table[keep], measured[keep])
+
+            score = _held_out(solve, lambda p, table=table: table @ p, measured, [~even, even])  # type: ignore[misc]
+            alpha, inverse, root = solve(np.ones(len(own), dtype=bool))
+            curve = CollectiveCurve(
+                ranks=ranks, alpha_seconds=float(f"{alpha:.5g}"), bytes_per_second=float(f"{1 / max(inverse, 1e-15):.5g}"),
+                sqrt_seconds=float(f"{root:.5g}"), heldout_error=float(f"{score[0]:.3g}"), origin=origin, source=source,
+            )  # fmt: skip
+            rows.append(Fit(curve, *score, len(own)))
+        found[kind] = tuple(rows)
+    return found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What pointwise samples say: launch cost and achieved memory rate."""
+
+    launch_seconds: float
+    bytes_per_second: float
+
+
+def fit_pointwise(samples: Sequence[PointwiseSample]) -> Fit[Traffic]:
+    """``kernels launch + bytes/rate``; every second size held out."""
+    _need(samples, 3, "memory traffic")
+    own = sorted(samples, key=lambda s: s.bytes)
+    table = np.array([(s.kernels, s.bytes) for s in own], dtype=float)
+    measured = np.array([s.seconds for s in own])
+    even = np.arange(len(own)) % 2 == 0
+    masks = [~even, even] if len(own) >= 6 else [np.ones(len(own), dtype=bool) & ~even]
+    score = _held_out(lambda keep: nonnegative(table[keep], measured[keep]), lambda p: np.asarray(table @ p), measured, masks)
+    launch, inverse = nonnegative(table, measured)
+    return Fit(Traffic(float(launch), float(1 / max(inverse, 1e-18))), *score, len(own))
+
+
+def fit_experts(
+    samples: Sequence[ExpertSample], *, peak: float, item_bytes: float, memory_bytes_per_second: float, weight_gradient: float,
+    folds: int = 5, origin: Origin = "fitted", source: str = "fit_experts",
+) -> Fit[GroupedCurve]:  # fmt: skip
+    """Grouped products from whole MoE layers (up [h, 2i] and down [i, h]); all samples of one ``case`` held out together."""
+    _need(samples, 12, "grouped products")
+    tokens, hidden, inner, groups, measured = (
+        np.array([getattr(s, f) for s in samples], dtype=float) for f in ("tokens", "hidden", "inner", "groups", "seconds")
+    )
+    rows = tokens / groups
+    tiled = 128 * np.ceil(rows / 128) / rows
+
+    def seconds(p: Array, at: Any = slice(None)) -> Array:
+        t, h, i, g, r = tokens[at], hidden[at], inner[at], groups[at], rows[at]
+        padded = r * tiled[at] ** p[4]
+        total: Any = p[5]
+        for n, k in ((2 * i, h), (h, i)):
+            work = 2 * padded * g * n * k / (p[0] * peak) * (1 + p[1] / padded) * (1 + p[2] / n) * (1 + p[3] / k)
+            moved = item_bytes * (t * k + g * n * k) + 2 * t * n
+            total = total + np.maximum(work, moved / memory_bytes_per_second)
+        return np.asarray(total)
+
+    small, fastest = float(measured.min()), float((6 * tokens * hidden * inner / measured).max()) / peak
+    low = np.array([0.1 * fastest, 0.5, 0.5, 0.5, 1e-3, small * 0.05])
+    high = np.array([min(1.4, 3 * fastest), 2000, 5000, 5000, 1.0, small])
+    starts = [np.array([fastest, 100, 100, a, 0.3, small / 2]) for a in (50.0, 400.0)]
+
+    def solve(keep: Array) -> Array:
+        found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in starts]
+        return min(found, key=lambda p: errors(seconds(p, keep), measured[keep])[0])
+
+    score = _held_out(solve, seconds, measured, _folds([s.case for s in samples], folds))
+    v = [float(f"{value:.4g}") for value in solve(np.ones(len(samples), dtype=bool))]
+    curve = GroupedCurve(
+        efficiency=v[0], tokens0=v[1], n0=v[2], k0=v[3], padding=v[4], t0_seconds=v[5] / 2, memory_bytes_per_second=memory_bytes_per_second,
+        weight_gradient=weight_gradient, origin=origin, source=source, heldout_error=float(f"{score[0]:.3g}"),
+    )  # fmt: skip
+    return Fit(curve, *score, len(samples))
