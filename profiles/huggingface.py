@@ -65,7 +65,8 @@ def load_model(text: str | Path) -> ModelSpec:
     """The model that ``text`` names: a file, a folder, or a built-in name. Raises InputError with one clear line."""
     given = str(text)
     if not given.strip() or "\0" in given:
-        raise InputError("model", given.replace("\0", ""), "is empty: give a built-in name, a config.json, a folder or a ModelSpec YAML")
+        rule = "is empty: give a built-in name, a config.json, a folder or a ModelSpec YAML"
+        raise InputError("model", given.replace("\0", ""), rule)
     path = Path(given).expanduser()
     try:
         if path.is_dir():
@@ -74,8 +75,7 @@ def load_model(text: str | Path) -> ModelSpec:
             return _from_file(path)
     except OSError as error:
         raise InputError("model", given[:200], f"cannot be read ({error.strerror or error})") from error
-    looks_like_path = isinstance(text, Path) or path.suffix in (".json", ".yaml", ".yml") or given.startswith(("/", "./", "../", "~"))
-    if looks_like_path:
+    if isinstance(text, Path) or path.suffix in (".json", ".yaml", ".yml") or given.startswith(("/", "./", "../", "~")):
         raise InputError("model", given, "no such file or folder")
     return built_in(resolve(given))
 
@@ -121,9 +121,10 @@ def parse_json(content: str, source: str) -> dict[str, Any]:
         raw = json.loads(content)
     except json.JSONDecodeError as error:
         cut = " (truncated?)" if error.pos >= len(content.rstrip()) - 1 else ""
-        raise InputError("model", source, f"is not valid JSON: {error.msg}, line {error.lineno} column {error.colno}{cut}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError("model", source, f"is not usable JSON: {type(error).__name__}, nested too deep or a number too long") from None
+        rule = f"is not valid JSON: {error.msg}, line {error.lineno} column {error.colno}{cut}"
+        raise InputError("model", source, rule) from None
+    except (ValueError, RecursionError):
+        raise InputError("model", source, "is not usable JSON: nested too deep, or a number too long") from None
     if not isinstance(raw, dict):
         raise InputError("model", source, f"holds a JSON {type(raw).__name__}, not an object: not a config.json")
     return raw
@@ -138,7 +139,8 @@ def from_yaml(content: str, source: str, name: str) -> ModelSpec:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        raise InputError("model", source, f"is not valid YAML: {getattr(error, 'problem', None) or 'cannot be read'}{where}") from None
+        problem = getattr(error, "problem", None) or "cannot be read"
+        raise InputError("model", source, f"is not valid YAML: {problem}{where}") from None
     except (RecursionError, ValueError) as error:
         raise InputError("model", source, f"is not usable YAML: {type(error).__name__}") from None
     if not isinstance(raw, dict):

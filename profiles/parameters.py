@@ -45,91 +45,137 @@ class Parameters:
         return asdict(self)
 
 
-def linear(inputs: int, outputs: int, bias: bool = False) -> int:
-    """Parameters of one projection."""
-    return inputs * outputs + outputs * bias
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One weight matrix that every token (of its expert) is multiplied by."""
+
+    inputs: int
+    outputs: int
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return (self.inputs + self.bias) * self.outputs
+
+    @property
+    def flops(self) -> int:
+        """Forward FLOPs of one token: a multiply and an add per weight."""
+        return 2 * self.inputs * self.outputs
 
 
-def attention_parameters(mixer: Attention, hidden: int) -> int:
-    """Softmax attention: q, k, v and output projections, query/key norms, sinks."""
-    query, key, value = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim, mixer.kv_heads * mixer.value_width
-    wide = 2 * query if mixer.output_gate else query
-    count = sum(linear(hidden, width, mixer.qkv_bias) for width in (wide, key, value))
-    count += linear(mixer.heads * mixer.value_width, hidden, mixer.output_bias)
-    norms = {"none": 0, "head": 2 * mixer.head_dim, "full": query + key, "per_head": query + key}[mixer.qk_norm]
-    return count + norms * (1 + mixer.qk_norm_bias) + mixer.heads * mixer.sinks
+def attention_projections(mixer: Attention, hidden: int) -> list[Projection]:
+    """Query (twice as wide with an output gate), key, value, output."""
+    query = mixer.heads * mixer.head_dim * (2 if mixer.output_gate else 1)
+    key, value = mixer.kv_heads * mixer.head_dim, mixer.kv_heads * mixer.value_width
+    inputs = [Projection(hidden, width, mixer.qkv_bias) for width in (query, key, value)]
+    return [*inputs, Projection(mixer.heads * mixer.value_width, hidden, mixer.output_bias)]
 
 
-def latent_parameters(mixer: LatentAttention, hidden: int) -> int:
-    """MLA (arXiv:2405.04434, section 2.1): compressed and expanded queries and keys/values, their norms, the output projection.
+def latent_projections(mixer: LatentAttention, hidden: int) -> list[Projection]:
+    """MLA (arXiv:2405.04434, section 2.1): queries and keys/values compressed and expanded, then the output.
 
     ``bias`` puts one on the two compressing projections and on the output, as transformers' DeepSeek classes do.
     """
     query = mixer.heads * mixer.head_dim
     if mixer.q_rank is None:
-        count = linear(hidden, query)
+        queries = [Projection(hidden, query)]
     else:
-        count = linear(hidden, mixer.q_rank, mixer.bias) + mixer.q_rank + linear(mixer.q_rank, query)
-    count += linear(hidden, mixer.kv_rank + mixer.rope_dim, mixer.bias) + mixer.kv_rank
-    count += linear(mixer.kv_rank, mixer.heads * (mixer.nope_dim + mixer.value_dim))
-    return count + linear(mixer.heads * mixer.value_dim, hidden, mixer.bias)
+        queries = [Projection(hidden, mixer.q_rank, mixer.bias), Projection(mixer.q_rank, query)]
+    return [
+        *queries,
+        Projection(hidden, mixer.kv_rank + mixer.rope_dim, mixer.bias),
+        Projection(mixer.kv_rank, mixer.heads * (mixer.nope_dim + mixer.value_dim)),
+        Projection(mixer.heads * mixer.value_dim, hidden, mixer.bias),
+    ]
 
 
-def state_space_parameters(mixer: StateSpace, hidden: int) -> int:
+def state_space_projections(mixer: StateSpace, hidden: int) -> list[Projection]:
     """Mamba-1 (arXiv:2312.00752, section 3.4) or Mamba-2 (arXiv:2405.21060, section 8)."""
     inner, state = mixer.inner, mixer.state
-    out_bias = mixer.bias if mixer.output_bias is None else mixer.output_bias
-    count = linear(inner, hidden, out_bias)
+    output = Projection(inner, hidden, mixer.bias if mixer.output_bias is None else mixer.output_bias)
     if mixer.version == 1:
-        count += linear(hidden, 2 * inner, mixer.bias) + inner * (mixer.convolution + mixer.convolution_bias)
-        count += linear(inner, mixer.dt_rank + 2 * state) + linear(mixer.dt_rank, inner, True)
-        count += inner * state + inner
-        return count + (mixer.dt_rank + 2 * state) * mixer.inner_norms
-    mixed = inner + 2 * mixer.groups * state
-    count += linear(hidden, inner + mixed + mixer.heads, mixer.bias) + mixed * (mixer.convolution + mixer.convolution_bias)
-    return count + 3 * mixer.heads + inner * mixer.gated_norm
+        steps = [Projection(inner, mixer.dt_rank + 2 * state), Projection(mixer.dt_rank, inner, True)]
+        return [Projection(hidden, 2 * inner, mixer.bias), *steps, output]
+    return [Projection(hidden, inner + convolved_channels(mixer) + mixer.heads, mixer.bias), output]
 
 
-def linear_attention_parameters(mixer: LinearAttention, hidden: int) -> int:
-    """Gated delta rule (Qwen3-Next: arXiv:2412.06464) or lightning attention (MiniMax-01: arXiv:2501.08313)."""
+def linear_attention_projections(mixer: LinearAttention, hidden: int) -> list[Projection]:
+    """Gated delta rule (Qwen3-Next: arXiv:2412.06464) or lightning attention (MiniMax-01: arXiv:2501.08313): query, key, value
+    and output gate, the decays of the delta rule, the output."""
     key, value = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
-    if mixer.form == "lightning":
-        return linear(hidden, 2 * key + value) + linear(hidden, value) + linear(value, hidden) + value
-    count = linear(hidden, 2 * key + 2 * value) + linear(hidden, 2 * mixer.value_heads) + linear(value, hidden)
-    return count + (2 * key + value) * mixer.convolution + 2 * mixer.value_heads + mixer.value_dim
+    decays = [Projection(hidden, 2 * mixer.value_heads)] if mixer.form == "gated_delta" else []
+    return [Projection(hidden, 2 * key + value), Projection(hidden, value), *decays, Projection(value, hidden)]
+
+
+def convolved_channels(mixer: StateSpace | LinearAttention) -> int:
+    """Channels of the short causal convolution."""
+    if mixer.kind == "linear_attention":
+        return 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
+    return mixer.inner if mixer.version == 1 else mixer.inner + 2 * mixer.groups * mixer.state
+
+
+def projections(mixer: Mixer, hidden: int) -> list[Projection]:
+    """The weight matrices of a mixer."""
+    if mixer.kind == "attention":
+        return attention_projections(mixer, hidden)
+    if mixer.kind == "latent_attention":
+        return latent_projections(mixer, hidden)
+    if mixer.kind == "state_space":
+        return state_space_projections(mixer, hidden)
+    return linear_attention_projections(mixer, hidden)
+
+
+def mixer_extras(mixer: Mixer) -> int:
+    """Parameters of a mixer that are no projection: norms inside it, sinks, convolutions, decays."""
+    if mixer.kind == "attention":
+        query, key = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+        norms = {"none": 0, "head": 2 * mixer.head_dim, "full": query + key, "per_head": query + key}[mixer.qk_norm]
+        return norms * (1 + mixer.qk_norm_bias) + mixer.heads * mixer.sinks
+    if mixer.kind == "latent_attention":
+        return (mixer.q_rank or 0) + mixer.kv_rank
+    channels = convolved_channels(mixer)
+    if mixer.kind == "linear_attention":
+        if mixer.form == "lightning":
+            return mixer.value_heads * mixer.value_dim
+        return channels * mixer.convolution + 2 * mixer.value_heads + mixer.value_dim
+    convolution = channels * (mixer.convolution + mixer.convolution_bias)
+    if mixer.version == 1:
+        return convolution + mixer.inner * (mixer.state + 1) + (mixer.dt_rank + 2 * mixer.state) * mixer.inner_norms
+    return convolution + 3 * mixer.heads + mixer.inner * mixer.gated_norm
 
 
 def mixer_parameters(mixer: Mixer, hidden: int) -> tuple[str, int]:
     """(part, count) of one mixer."""
-    if mixer.kind == "attention":
-        return "attention", attention_parameters(mixer, hidden)
-    if mixer.kind == "latent_attention":
-        return "attention", latent_parameters(mixer, hidden)
-    if mixer.kind == "state_space":
-        return "state_space", state_space_parameters(mixer, hidden)
-    return "state_space", linear_attention_parameters(mixer, hidden)
+    part = "attention" if mixer.kind in ("attention", "latent_attention") else "state_space"
+    return part, sum(p.parameters for p in projections(mixer, hidden)) + mixer_extras(mixer)
 
 
-def feed_forward_width(width: int, hidden: int, gated: bool, bias: bool) -> int:
-    """A feed-forward of inner width ``width``: one or two input projections and one output projection."""
-    return (1 + gated) * linear(hidden, width, bias) + linear(width, hidden, bias)
+def mlp_projections(width: int, hidden: int, gated: bool, bias: bool) -> list[Projection]:
+    """A feed-forward of inner width ``width``: one or two input projections and one output projection; none of width 0."""
+    if width == 0:
+        return []
+    return [Projection(hidden, width, bias)] * (1 + gated) + [Projection(width, hidden, bias)]
 
 
-def expert_parameters(moe: Moe, hidden: int) -> int:
+def expert_projections(moe: Moe, hidden: int) -> list[Projection]:
     """One routed expert."""
-    return feed_forward_width(moe.width, hidden, moe.gated, moe.bias)
+    return mlp_projections(moe.width, hidden, moe.gated, moe.bias)
+
+
+def shared_projections(moe: Moe, hidden: int) -> list[Projection]:
+    """The shared experts and, where there is one, their gate."""
+    gate = [Projection(hidden, 1)] if moe.shared_gate else []
+    return [*mlp_projections(moe.shared_width, hidden, moe.gated, moe.shared_bias), *gate]
 
 
 def feed_forward_parameters(ffn: FeedForward, hidden: int) -> dict[str, int]:
     """Counts of one feed-forward by part."""
     if ffn.kind == "mlp":
-        return {"dense_mlp": feed_forward_width(ffn.width, hidden, ffn.gated, ffn.bias)}
-    router = linear(hidden, ffn.experts, ffn.router_bias) + ffn.experts * ffn.selection_bias_stored
-    shared = feed_forward_width(ffn.shared_width, hidden, ffn.gated, ffn.shared_bias) if ffn.shared_width else 0
+        return {"dense_mlp": sum(p.parameters for p in mlp_projections(ffn.width, hidden, ffn.gated, ffn.bias))}
     return {
-        "routed_experts": ffn.experts * expert_parameters(ffn, hidden),
-        "router": router,
-        "shared_experts": shared + hidden * ffn.shared_gate,
+        "routed_experts": ffn.experts * sum(p.parameters for p in expert_projections(ffn, hidden)),
+        "router": Projection(hidden, ffn.experts, ffn.router_bias).parameters + ffn.experts * ffn.selection_bias_stored,
+        "shared_experts": sum(p.parameters for p in shared_projections(ffn, hidden)),
     }
 
 
@@ -153,7 +199,7 @@ def mtp_parameters(model: ModelSpec) -> int:
     """MTP modules (DeepSeek-V3, arXiv:2412.19437, section 2.2): a projection of twice the hidden width, a layer like the last
     one, and three norms each (of the embedding, of the hidden state, before the shared head)."""
     layer = sum(layer_parameters(model, model.layer(model.num_layers - 1)).values())
-    return model.mtp * (layer + linear(2 * model.hidden, model.hidden) + 3 * norm_width(model))
+    return model.mtp * (layer + 2 * model.hidden**2 + 3 * norm_width(model))
 
 
 def count_parameters(model: ModelSpec) -> Parameters:
@@ -171,6 +217,7 @@ def count_parameters(model: ModelSpec) -> Parameters:
         for part, count in layer_parameters(model, layer).items():
             parts[part] += count * copies
         if layer.ffn is not None and layer.ffn.kind == "moe":
-            idle += copies * (layer.ffn.experts - layer.ffn.top_k) * expert_parameters(layer.ffn, model.hidden)
+            expert = sum(p.parameters for p in expert_projections(layer.ffn, model.hidden))
+            idle += copies * (layer.ffn.experts - layer.ffn.top_k) * expert
     total = sum(parts.values())
     return Parameters(**parts, mtp=mtp_parameters(model), total=total, active=total - idle)

@@ -100,7 +100,7 @@ def falcon(fields: Fields, name: str, family: str) -> ModelSpec:
 
 
 def mpt(fields: Fields, name: str, family: str) -> ModelSpec:
-    """As transformers builds it whatever no_bias and expansion_ratio say: no biases, an MLP of four times the hidden width, ALiBi."""
+    """As transformers builds it whatever no_bias and expansion_ratio say: no biases, an MLP four times as wide, ALiBi."""
     mlp = Mlp(width=4 * fields.count("hidden_size"), gated=False, activation="gelu")
     layer = Layer(mixer=attention(fields, rotary=False), ffn=mlp)
     ratio = fields.number("expansion_ratio", 4)

@@ -61,8 +61,8 @@ class Decoder:
             built, name=name, family=family, hidden=fields.count("hidden_size"), vocab=fields.count("vocab_size"),
             tied=fields.tied(self.tied), norm=self.norm, norm_bias=self._is(fields, self.norm_bias), norm_weight=self.norm_weight,
             norm_eps=fields.number("norm_eps", 1e-5), head_bias=self._is(fields, self.head_bias),
-            mtp=fields.count("num_nextn_predict_layers", 0, least=0), max_seq_len=fields.count("max_position_embeddings", 0, least=0),
-            rope_theta=theta, rope_fraction=share, notes=(self.note,) if self.note else (),
+            mtp=fields.count("num_nextn_predict_layers", 0, least=0), rope_theta=theta, rope_fraction=share,
+            max_seq_len=fields.count("max_position_embeddings", 0, least=0), notes=(self.note,) if self.note else (),
         )  # fmt: skip
 
     def _is(self, fields: Fields, fact: Flag) -> bool:
@@ -73,7 +73,7 @@ class Decoder:
             return [latent_attention(fields)] * layers
         heads = fields.heads()
         qk = self.qk_norm if not self.qk_norm_if or fields.flag(self.qk_norm_if, False) else "none"
-        shared = {
+        shared: dict[str, Any] = {
             "heads": heads, "kv_heads": fields.kv_heads(heads), "head_dim": fields.head_dim(heads),
             "qkv_bias": self._is(fields, self.qkv_bias), "output_bias": self._is(fields, self.output_bias),
             "qk_norm": qk, "sinks": self.sinks,

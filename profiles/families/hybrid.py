@@ -1,4 +1,7 @@
-"""Families with state-space or linear-attention layers: Mamba, Mamba-2, Jamba, Nemotron-H, Falcon-H1, Qwen3-Next, MiniMax-01, Granite-4."""
+"""Families with state-space or linear-attention layers.
+
+Mamba, Mamba-2, Jamba, Nemotron-H, Falcon-H1, Qwen3-Next, MiniMax-01, Granite-4.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,8 @@ def mamba2(fields: Fields, name: str, family: str) -> ModelSpec:
     heads, head_dim = fields.count("num_heads"), fields.count("head_dim", 64)
     inner = int(fields.number("expand", 2) * fields.count("hidden_size"))
     if heads * head_dim != inner:
-        raise InputError("num_heads", heads, f"num_heads x head_dim must equal expand x hidden_size = {inner}", max(1, inner // head_dim))
+        rule = f"num_heads x head_dim must equal expand x hidden_size = {inner}"
+        raise InputError("num_heads", heads, rule, max(1, inner // head_dim))
     mixer = StateSpace(
         heads=heads, head_dim=head_dim, state=fields.count("state_size", 128), groups=fields.count("n_groups", 8),
         convolution=fields.count("conv_kernel", 4), bias=fields.flag("use_bias", False),
@@ -71,9 +75,8 @@ def jamba(fields: Fields, name: str, family: str) -> ModelSpec:
     softmax = attention(Fields(fields.raw, fields.where, {"num_key_value_heads": 8}), rotary=False)
     period, offset = fields.count("attn_layer_period", 8), fields.count("attn_layer_offset", 4, least=0)
     facts = experts.FfnFacts(activation=fields.text("hidden_act", "silu"))
-    built = [
-        Layer(mixer=softmax if i % period == offset else state_space, ffn=experts.jamba(fields, i, layers, facts)) for i in range(layers)
-    ]
+    mixers = [softmax if i % period == offset else state_space for i in range(layers)]
+    built = [Layer(mixer=mixers[i], ffn=experts.jamba(fields, i, layers, facts)) for i in range(layers)]
     return finish(fields, built, name, family)
 
 
@@ -86,7 +89,10 @@ def nemotron_h(fields: Fields, name: str, family: str) -> ModelSpec:
         pattern = fields.text("hybrid_override_pattern")
         names = [NEMOTRON_LETTERS.get(letter, letter) for letter in pattern]
         if fields.has("num_hidden_layers") and fields.layers() != len(names):
-            raise InputError("hybrid_override_pattern", f"{len(names)} letters", f"contradicts num_hidden_layers = {fields.layers()}", fields.layers())
+            layers = fields.layers()
+            raise InputError(
+                "hybrid_override_pattern", f"{len(names)} letters", f"contradicts num_hidden_layers = {layers}", layers
+            )
     else:
         given = fields.items("layer_types")
         if not given:
@@ -102,8 +108,9 @@ def nemotron_h(fields: Fields, name: str, family: str) -> ModelSpec:
         "full_attention": lambda: Layer(norms=1, mixer=attention(
             Fields(fields.raw, fields.where, {"head_dim": fields.raw.get("attention_head_dim") or 128, "num_key_value_heads": 8}),
             rotary=False)),
-        "mlp": lambda: Layer(norms=1, ffn=Mlp(width=fields.count("intermediate_size"), gated=False, bias=fields.flag("mlp_bias", False),
-                                              activation=fields.text("hidden_act", "relu2"))),
+        "mlp": lambda: Layer(norms=1, ffn=Mlp(
+            width=fields.count("intermediate_size"), gated=False, bias=fields.flag("mlp_bias", False),
+            activation=fields.text("hidden_act", "relu2"))),
         "moe": lambda: Layer(norms=1, ffn=nemotron_experts(fields)),
     }  # fmt: skip
     made: dict[str, Layer] = {}
@@ -120,7 +127,8 @@ def nemotron_experts(fields: Fields) -> Moe:
     shared = fields.count("moe_shared_expert_intermediate_size", 0, least=0) * fields.count("n_shared_experts", 1, least=0)
     return experts.moe(
         fields, fields.count("moe_intermediate_size"), facts, router="sigmoid", selection_bias=True, shared_width=shared,
-        shared_bias=fields.flag("mlp_bias", False), scaling=fields.number("routed_scaling_factor", 1.0), groups=fields.count("n_group", 1), top_groups=fields.count("topk_group", 1),
+        shared_bias=fields.flag("mlp_bias", False), scaling=fields.number("routed_scaling_factor", 1.0),
+        groups=fields.count("n_group", 1), top_groups=fields.count("topk_group", 1),
     )  # fmt: skip
 
 
@@ -133,7 +141,8 @@ def mamba_beside(fields: Fields, **facts: Any) -> StateSpace:
     given = fields.raw.get("mamba_d_head", "auto")
     head_dim = inner // heads if given in ("auto", None) else fields.count("mamba_d_head")
     if head_dim * heads != inner:
-        raise InputError(fields.where + "mamba_d_head", head_dim, f"contradicts {heads} heads of inner width {inner}", inner // heads)
+        rule = f"contradicts {heads} heads of inner width {inner}"
+        raise InputError(fields.where + "mamba_d_head", head_dim, rule, inner // heads)
     return StateSpace(
         heads=heads, head_dim=head_dim, state=fields.count("mamba_d_state", 256), groups=fields.count("mamba_n_groups", 1),
         convolution=fields.count("mamba_d_conv", 4), bias=fields.flag("mamba_proj_bias", False),
@@ -145,8 +154,11 @@ def falcon_h1(fields: Fields, name: str, family: str) -> ModelSpec:
     """Attention and a Mamba-2 block side by side, then a gated MLP, in every layer."""
     inner = Fields(fields.raw, fields.where, {"num_key_value_heads": 8})
     bias = fields.flag("attention_bias", False)
-    state_space = mamba_beside(fields, gated_norm=fields.flag("mamba_rms_norm", False), output_bias=fields.flag("projectors_bias", False))
-    mlp = Mlp(width=fields.count("intermediate_size"), bias=fields.flag("mlp_bias", False), activation=fields.text("hidden_act", "silu"))
+    state_space = mamba_beside(
+        fields, gated_norm=fields.flag("mamba_rms_norm", False), output_bias=fields.flag("projectors_bias", False)
+    )
+    width, act = fields.count("intermediate_size"), fields.text("hidden_act", "silu")
+    mlp = Mlp(width=width, bias=fields.flag("mlp_bias", False), activation=act)
     layer = Layer(mixer=attention(inner, qkv_bias=bias, output_bias=bias), beside=state_space, ffn=mlp)
     return finish(fields, [layer] * fields.layers(), name, family)
 
@@ -185,7 +197,8 @@ def qwen3_next(fields: Fields, name: str, family: str) -> ModelSpec:
     )  # fmt: skip
     facts = experts.FfnFacts(activation=fields.text("hidden_act", "silu"))
     names = windows.kinds(fields, layers, lambda i: "linear_attention" if (i + 1) % every else "full_attention")
-    return finish(fields, _two_kinds(fields, names, softmax, linear, [experts.qwen(fields, i, layers, facts) for i in range(layers)]), name, family)
+    ffns = [experts.qwen(fields, i, layers, facts) for i in range(layers)]
+    return finish(fields, _two_kinds(fields, names, softmax, linear, ffns), name, family)
 
 
 def _two_kinds(fields: Fields, names: list[str], softmax: Mixer, linear: Mixer, ffns: list[Any]) -> list[Layer]:
@@ -202,15 +215,15 @@ def minimax(fields: Fields, name: str, family: str) -> ModelSpec:
     layers = fields.layers()
     old = fields.per_layer("attn_type_list", layers)
     softmax = attention(fields, window=fields.optional("sliding_window"))
-    linear = LinearAttention(
-        form="lightning", key_heads=softmax.heads, value_heads=softmax.heads, key_dim=softmax.head_dim, value_dim=softmax.head_dim, convolution=0
-    )
+    heads, width = softmax.heads, softmax.head_dim
+    linear = LinearAttention(form="lightning", key_heads=heads, value_heads=heads, key_dim=width, value_dim=width, convolution=0)
     if old is not None and not fields.has("layer_types"):
         names = ["full_attention" if entry == 1 else "linear_attention" for entry in old]
     else:
         names = windows.kinds(fields, layers, lambda i: "full_attention" if (i + 1) % 2 else "linear_attention")
     facts = experts.FfnFacts(activation=fields.text("hidden_act", "silu"))
-    return finish(fields, _two_kinds(fields, names, softmax, linear, [experts.mixtral(fields, 0, layers, facts)] * layers), name, family)
+    ffns = [experts.mixtral(fields, 0, layers, facts)] * layers
+    return finish(fields, _two_kinds(fields, names, softmax, linear, ffns), name, family)
 
 
 HYBRIDS = {

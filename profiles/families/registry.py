@@ -21,11 +21,10 @@ READERS: dict[str, Reader] = {**{name: decoder.read for name, decoder in DECODER
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 ALIASES = {
     "gemma3": "gemma3_text", "llama4": "llama4_text", "grok_1": "grok-1", "grok1": "grok-1", "RefinedWeb": "falcon",
-    "RefinedWebModel": "falcon", "minimax_text_01": "minimax", "MiniMaxText01": "minimax", "kimi_k25": "kimi_k2", "kimi_vl": "deepseek_v3",
-    "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3", "qwen3_vl_moe": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
-    "ernie4_5_moe_vl": "ernie4_5_moe", "phi-msft": "phi", "phi3small": "phi3", "minimax": "minimax", "stablelm_epoch": "stablelm",
-    "gpt3": "gpt2", "phi4": "phi3", "minimax-m2": "minimax_m2", "exaone": "exaone",
+    "RefinedWebModel": "falcon", "minimax_text_01": "minimax", "MiniMaxText01": "minimax", "kimi_k25": "kimi_k2",
+    "kimi_vl": "deepseek_v3", "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3", "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_vl_moe_text": "qwen3_moe", "stablelm_epoch": "stablelm",
 }  # fmt: skip
 """Other names of a known model_type: released remote code, multimodal wrappers (their text part)."""
 
@@ -59,8 +58,8 @@ def read_config(raw: Mapping[str, Any], name: str) -> ModelSpec:
 
 
 UNKNOWN = (
-    "is no family axisplan knows; describe the model in a ModelSpec YAML instead: name, hidden, vocab, tied, kinds (each a mixer such as "
-    "{kind: attention, heads: 32, kv_heads: 8, head_dim: 128} and an ffn such as {kind: mlp, width: 14336} or "
+    "is no family axisplan knows; describe the model in a ModelSpec YAML instead: name, hidden, vocab, tied, kinds (each a mixer "
+    "such as {kind: attention, heads: 32, kv_heads: 8, head_dim: 128} and an ffn such as {kind: mlp, width: 14336} or "
     '{kind: moe, experts: 64, top_k: 8, width: 1024}) and pattern ("0*32": 32 layers of kind 0)'
 )
 

@@ -6,10 +6,13 @@ families without a class there, the code released with the model.
 
 from __future__ import annotations
 
+from typing import Any
+
 from profiles.families import experts, windows
 from profiles.families.decoder import Decoder
 
 _MISTRAL_KV = {"num_key_value_heads": 8}
+_NO_BIAS: dict[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 _GEMMA = {"head_dim": 256}
 _DEEPSEEK_V3 = Decoder(
     latent=True, mlp_bias=False, ffn=experts.deepseek,
@@ -18,15 +21,16 @@ _DEEPSEEK_V3 = Decoder(
 
 DECODERS: dict[str, Decoder] = {
     "llama": Decoder(),
-    "mistral": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.everywhere, defaults={**_MISTRAL_KV, "sliding_window": None}),
-    "ministral": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.whole, defaults=_MISTRAL_KV),
-    "ministral3": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.everywhere, defaults=_MISTRAL_KV),
-    "mixtral": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.everywhere, ffn=experts.mixtral, defaults=_MISTRAL_KV),
+    "mistral": Decoder(**_NO_BIAS, reach=windows.everywhere, defaults={**_MISTRAL_KV, "sliding_window": None}),
+    "ministral": Decoder(**_NO_BIAS, reach=windows.whole, defaults=_MISTRAL_KV),
+    "ministral3": Decoder(**_NO_BIAS, reach=windows.everywhere, defaults=_MISTRAL_KV),
+    "mixtral": Decoder(**_NO_BIAS, reach=windows.everywhere, ffn=experts.mixtral, defaults=_MISTRAL_KV),
     "qwen2": Decoder(qkv_bias=True, output_bias=False, mlp_bias=False, reach=windows.after_max_window_layers,
                      defaults={"sliding_window": 4096}),
     "qwen3": Decoder(mlp_bias=False, qk_norm="head", reach=windows.after_max_window_layers,
                      defaults={"head_dim": 128, "sliding_window": 4096}),
-    "qwen2_moe": Decoder(qkv_bias="qkv_bias", output_bias=False, mlp_bias=False, reach=windows.alternate_before_max, ffn=experts.qwen,
+    "qwen2_moe": Decoder(qkv_bias="qkv_bias", output_bias=False, mlp_bias=False, reach=windows.alternate_before_max,
+                         ffn=experts.qwen,
                          defaults={"qkv_bias": True, "sliding_window": 4096, "shared_expert_intermediate_size": 5632}),
     "qwen3_moe": Decoder(mlp_bias=False, qk_norm="head", reach=windows.when_used, ffn=experts.qwen,
                          defaults={"num_key_value_heads": 4, "sliding_window": 4096}),
@@ -37,9 +41,9 @@ DECODERS: dict[str, Decoder] = {
                            reach=windows.every_full(6),
                            defaults={**_GEMMA, "sliding_window": 4096, "vocab_size": 262208, "num_attention_heads": 8,
                                      "num_key_value_heads": 4, "rope_theta": 1e6}),
-    "phi3": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, reach=windows.everywhere),
-    "stablelm": Decoder(norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", output_bias=False, mlp_bias=False, qk_norm="per_head",
-                        qk_norm_if="qk_layernorm", parallel="use_parallel_residual",
+    "phi3": Decoder(**_NO_BIAS, reach=windows.everywhere),
+    "stablelm": Decoder(norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", output_bias=False, mlp_bias=False,
+                        qk_norm="per_head", qk_norm_if="qk_layernorm", parallel="use_parallel_residual",
                         defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}),
     "cohere": Decoder(norm="layer", mlp_bias=False, parallel=True, tied=True, qk_norm="per_head", qk_norm_if="use_qk_norm"),
     "cohere2": Decoder(norm="layer", mlp_bias=False, parallel=True, tied=True, reach=windows.every_full(4),
@@ -53,7 +57,8 @@ DECODERS: dict[str, Decoder] = {
                                   "norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1}),
     "olmo": Decoder(norm="layer", norm_weight=False, mlp_bias=False),
     "olmo2": Decoder(mlp_bias=False, qk_norm="full", post_norm=True),
-    "olmo3": Decoder(mlp_bias=False, qk_norm="full", post_norm=True, reach=windows.every_full(4), defaults={"sliding_window": 4096}),
+    "olmo3": Decoder(mlp_bias=False, qk_norm="full", post_norm=True, reach=windows.every_full(4),
+                     defaults={"sliding_window": 4096}),
     "olmoe": Decoder(mlp_bias=False, qk_norm="full", ffn=experts.mixtral, defaults={"norm_topk_prob": False}),
     "smollm3": Decoder(tied=True, reach=windows.smollm3, rotates=windows.rotating,
                        defaults={"num_key_value_heads": 4, "rope_theta": 2e6}),
@@ -66,20 +71,20 @@ DECODERS: dict[str, Decoder] = {
     "granitemoe": Decoder(mlp_bias=False, ffn=experts.granite),
     "granitemoeshared": Decoder(mlp_bias=False, ffn=experts.granite),
     "nemotron": Decoder(norm="layer", norm_bias=True, gated=False, activation="relu2", defaults={"partial_rotary_factor": 0.5}),
-    "starcoder2": Decoder(norm="layer", norm_bias=True, gated=False, qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias",
-                          tied=True, activation="gelu_pytorch_tanh", reach=windows.everywhere,
+    "starcoder2": Decoder(norm="layer", norm_bias=True, gated=False, qkv_bias="use_bias", output_bias="use_bias",
+                          mlp_bias="use_bias", tied=True, activation="gelu_pytorch_tanh", reach=windows.everywhere,
                           defaults={"use_bias": True, "num_key_value_heads": 2}),
     "seed_oss": Decoder(output_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
     "phimoe": Decoder(norm="layer", norm_bias=True, mlp_bias=False, head_bias="lm_head_bias", reach=windows.everywhere,
                       ffn=experts.mixtral, defaults=_MISTRAL_KV),
     "gpt_oss": Decoder(mlp_bias=False, sinks=True, reach=windows.every_full(2), ffn=experts.gpt_oss,
                        defaults={"attention_bias": True, "head_dim": 64, "sliding_window": 128}),
-    "minimax_m2": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm="full", ffn=experts.minimax_m2, defaults={"head_dim": 128}),
+    "minimax_m2": Decoder(**_NO_BIAS, qk_norm="full", ffn=experts.minimax_m2, defaults={"head_dim": 128}),
     "llama4_text": Decoder(mlp_bias=False, reach=windows.llama4, rotates=windows.rotating, ffn=experts.llama4,
                            defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192,
                                      "intermediate_size_mlp": 16384, "rope_theta": 5e5}),
     "deepseek_v2": Decoder(latent=True, ffn=experts.deepseek, defaults={"norm_topk_prob": False}),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
-    "grok-1": Decoder(qkv_bias=False, output_bias=False, mlp_bias=False, norms=4, tied=True, activation="gelu", ffn=experts.mixtral),
+    "grok-1": Decoder(**_NO_BIAS, norms=4, tied=True, activation="gelu", ffn=experts.mixtral),
 }  # fmt: skip

@@ -35,15 +35,18 @@ def reach(fields: Fields, kind: str) -> Reach:
         return fields.optional("sliding_window"), None
     if kind == "chunked_attention":
         return None, fields.optional("attention_chunk_size")
-    raise InputError(
-        fields.where + "layer_types", kind, "is no attention this family has (full_attention, sliding_attention, chunked_attention)",
-        "full_attention",
-    )  # fmt: skip
+    known = "full_attention, sliding_attention, chunked_attention"
+    raise InputError(fields.where + "layer_types", kind, f"is no attention this family has ({known})", "full_attention")
+
+
+def choose(fields: Fields, layers: int, local: Callable[[int], bool], name: str = "sliding_attention") -> list[Reach]:
+    """What each layer sees: as layer_types says, else ``name`` where ``local(index)`` and everything elsewhere."""
+    return [reach(fields, kind) for kind in kinds(fields, layers, lambda i: name if local(i) else "full_attention")]
 
 
 def whole(fields: Fields, layers: int) -> list[Reach]:
     """Every layer sees all earlier tokens, unless layer_types says otherwise."""
-    return [reach(fields, kind) for kind in kinds(fields, layers, lambda i: "full_attention")]
+    return choose(fields, layers, lambda i: False)
 
 
 def everywhere(fields: Fields, layers: int) -> list[Reach]:
@@ -61,7 +64,7 @@ def after_max_window_layers(fields: Fields, layers: int) -> list[Reach]:
     if not fields.flag("use_sliding_window", False):
         return [(None, None)] * layers
     first = fields.count("max_window_layers", 28, least=0)
-    return [reach(fields, kind) for kind in kinds(fields, layers, lambda i: "sliding_attention" if i >= first else "full_attention")]
+    return choose(fields, layers, lambda i: i >= first)
 
 
 def alternate_before_max(fields: Fields, layers: int) -> list[Reach]:
@@ -69,8 +72,7 @@ def alternate_before_max(fields: Fields, layers: int) -> list[Reach]:
     if not fields.flag("use_sliding_window", False):
         return [(None, None)] * layers
     first = fields.count("max_window_layers", 28, least=0)
-    sliding = [i % 2 == 0 and i < first for i in range(layers)]
-    return [reach(fields, kind) for kind in kinds(fields, layers, lambda i: "sliding_attention" if sliding[i] else "full_attention")]
+    return choose(fields, layers, lambda i: i % 2 == 0 and i < first)
 
 
 def every_full(period: int) -> Rule:
@@ -78,7 +80,7 @@ def every_full(period: int) -> Rule:
 
     def rule(fields: Fields, layers: int) -> list[Reach]:
         step = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", period))
-        return [reach(fields, k) for k in kinds(fields, layers, lambda i: "sliding_attention" if (i + 1) % step else "full_attention")]
+        return choose(fields, layers, lambda i: (i + 1) % step != 0)
 
     return rule
 
@@ -86,15 +88,13 @@ def every_full(period: int) -> Rule:
 def llama4(fields: Fields, layers: int) -> list[Reach]:
     """Layers that rotate see their chunk, the others everything."""
     turning = rotating(fields, layers)
-    names = kinds(fields, layers, lambda i: "chunked_attention" if turning[i] else "full_attention")
-    return [reach(fields, kind) for kind in names]
+    return choose(fields, layers, lambda i: turning[i], "chunked_attention")
 
 
 def smollm3(fields: Fields, layers: int) -> list[Reach]:
     """Layers that do not rotate slide, if use_sliding_window."""
     used, turning = fields.flag("use_sliding_window", False), rotating(fields, layers)
-    names = kinds(fields, layers, lambda i: "sliding_attention" if used and not turning[i] else "full_attention")
-    return [reach(fields, kind) for kind in names]
+    return choose(fields, layers, lambda i: used and not turning[i])
 
 
 def rotating(fields: Fields, layers: int) -> list[bool]:

@@ -19,8 +19,8 @@ from profiles.parameters import PARTS
 
 CASES: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "model_cases.json").read_text())
 SAMPLE = {
-    "llama", "qwen2", "qwen2_moe", "qwen3_moe", "gemma3_text", "gpt2", "falcon", "deepseek_v3", "gpt_oss", "llama4_text", "nemotron_h",
-    "qwen3_next", "falcon_h1",
+    "llama", "qwen2", "qwen2_moe", "qwen3_moe", "gemma3_text", "gpt2", "falcon", "deepseek_v3", "gpt_oss", "llama4_text",
+    "nemotron_h", "qwen3_next", "falcon_h1",
 }  # fmt: skip
 SMALL = {"gpt2", "mpt", "opt", "bloom", "mamba"}
 """Families whose class defaults are cheap enough to build."""
@@ -51,7 +51,10 @@ STATE_SPACE = ("A_log", "D", "dt_bias", "conv1d", "in_proj", "out_proj", "norm",
 def part_of(name: str, lightning: set[str], has_experts: bool) -> str:
     """The part a transformers parameter belongs to, from its name alone."""
     words = name.split(".")
-    if any(w in words for w in ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "embeddings", "project_in")):
+    if any(
+        w in words
+        for w in ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "embeddings", "project_in")
+    ):
         return "embedding"
     if "lm_head" in words or "project_out" in words:
         return "head"
