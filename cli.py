@@ -21,6 +21,7 @@ from profiles.version import __version__
 
 if TYPE_CHECKING:
     from cost_models.job import Job
+    from cost_models.layout import Layout
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 EXECUTIONS = ("axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate")
@@ -128,10 +129,9 @@ def make_job(
 ) -> Job:
     """The Job that the shared options describe."""
     from cost_models.execution import load_execution
-    from profiles.huggingface import load_model
-
     from cost_models.job import GIB, Job
     from profiles.hardware import load_cluster
+    from profiles.huggingface import load_model
 
     if not 0 <= margin < 1:
         raise InputError("--margin", margin, "must be at least 0 and below 1", 0.08)
@@ -183,6 +183,142 @@ def not_ours() -> str | None:
         if where != home:
             return f"the package '{name}' would come from {where or 'nowhere'}, not from axisplan; take that folder off PYTHONPATH"
     return None
+
+
+# -- what is known ----------------------------------------------------------------------------------------------------
+
+
+@command("inspect", "axisplan inspect llama-3.1-405b --seq-len 8k\naxisplan inspect path/to/config.json --json")
+@click.argument("model")
+@click.option("--seq-len", type=Tokens(), default=4096, show_default=True, help="Tokens a sequence, for the attention FLOPs.")
+@as_json
+def inspect(model: str, seq_len: int, as_json: bool) -> None:
+    """Parameters (total, active, by part), FLOPs a token and layer groups of MODEL."""
+    from cost_models.flops import inspect_model
+    from planner import screen
+    from profiles.huggingface import load_model
+
+    spec = load_model(model)
+    document = inspect_model(spec, seq_len)
+    if as_json:
+        show_json(document)
+    else:
+        screen.show_inspect(screen.console(), spec.name, document)
+
+
+@command("models", "axisplan models")
+@as_json
+def models(as_json: bool) -> None:
+    """The models built in, by the names people write."""
+    from planner import screen
+    from profiles.huggingface import load_model, model_names
+
+    if as_json:
+        show_json(model_names())
+        return
+    rows = []
+    for name in model_names():
+        spec = load_model(name)
+        rows.append((name, screen.count(spec.parameters.total), screen.count(spec.parameters.active), spec.num_layers, spec.hidden))
+    columns = ("model", "parameters", "active", "layers", "hidden")
+    screen.console().print(screen.table("built-in models (or a Hugging Face config.json, or a folder holding one)", columns, rows))
+
+
+@cli.group("clusters", cls=Commands, context_settings=CONTEXT, invoke_without_command=True)
+@click.pass_context
+def clusters(context: click.Context) -> None:
+    """The clusters and GPUs built in; `axisplan clusters show h100-sxm:64x8` prints every number with its origin."""
+    if context.invoked_subcommand is None:
+        from planner import screen
+        from profiles.hardware import cluster_names, load_cluster
+
+        rows = []
+        for name in cluster_names():
+            spec = load_cluster(name)
+            domains = ", ".join(f"{level.name} {level.size}" for level in spec.levels)
+            dtype = "bf16" if "bf16" in spec.gpu.peaks else "fp16"
+            peak = f"{spec.gpu.peak_flops(dtype) / 1e12:,.0f}" if name != "cpu" else ""
+            rows.append((name, spec.gpu.name, f"{spec.gpu.usable_bytes / screen.GIB:.1f}", peak, domains))
+        columns = ("cluster", "GPU", "usable GiB", "16-bit TFLOP/s", "domains of one node")
+        screen.console().print(screen.table("built-in clusters: NAME:NODESxGPUS, e.g. h100-sxm:64x8", columns, rows, left=2))
+
+
+@clusters.command("show", cls=Examples, example="axisplan clusters show h100-sxm:64x8", context_settings=CONTEXT)
+@click.argument("name")
+@as_json
+def clusters_show(name: str, as_json: bool) -> None:
+    """Every number of a cluster, with its unit, origin and source."""
+    from planner import screen
+    from profiles.hardware import describe, load_cluster
+
+    rows = describe(load_cluster(name))
+    if as_json:
+        show_json([dict(zip(("field", "value", "unit", "origin", "source"), row, strict=False)) for row in rows])
+    else:
+        screen.console().print(screen.table(name, ("field", "value", "unit", "origin", "source"), rows, left=5))
+
+
+# -- one layout -------------------------------------------------------------------------------------------------------
+
+LAYOUT_HELP = "tp=8,pp=4,vpp=2,cp=2,ep=8,etp=1,zero=1,micro_batch=1,schedule=interleaved,recompute=selective"
+layout_option = click.option(
+    "--layout", required=True, metavar="LAYOUT", help=f"key=value,...: {LAYOUT_HELP}; the rest is derived."
+)
+EXAMPLE_JOB = "llama-3-70b --cluster h100-sxm:8x8 --seq-len 8k --global-batch 512"
+
+
+@command("estimate", f"axisplan estimate {EXAMPLE_JOB} --layout tp=4,pp=4,micro_batch=1")
+@job_options
+@layout_option
+@as_json
+def estimate(layout: str, as_json: bool, **options: Any) -> None:
+    """What one layout costs: step time with its interval, where the seconds go, memory by stage."""
+    from cost_models.step import estimate as estimate_step
+    from planner import screen
+    from planner.legality import check as check_layout
+    from planner.legality import read_layout
+
+    job = make_job(**options)
+    chosen = read_layout(job, layout)
+    verdict = check_layout(job, chosen)
+    if verdict["legal"] and verdict["fits"]:
+        cost = estimate_step(job, chosen).to_json()
+        document = {**verdict, **cost, "layout": chosen.text()}
+        if as_json:
+            show_json(document)
+        else:
+            screen.show_estimate(screen.console(), chosen.text(), document)
+        return
+    report_verdict(chosen, verdict, as_json)
+
+
+@command("check", f"axisplan check {EXAMPLE_JOB} --layout tp=4,pp=4,micro_batch=1")
+@job_options
+@layout_option
+@as_json
+def check(layout: str, as_json: bool, **options: Any) -> None:
+    """Is a layout legal, and does it fit? Exit code 0, 2 (a rule is broken) or 3 (it does not fit)."""
+    from planner.legality import check as check_layout
+    from planner.legality import read_layout
+
+    job = make_job(**options)
+    chosen = read_layout(job, layout)
+    report_verdict(chosen, check_layout(job, chosen), as_json)
+
+
+def report_verdict(chosen: Layout, verdict: dict[str, Any], as_json: bool) -> None:
+    """Show what ``check`` found and leave with its exit code."""
+    from planner import screen
+
+    if as_json:
+        show_json({**verdict, "layout": chosen.text()})
+    else:
+        screen.show_check(screen.console(), chosen.text(), verdict)
+    code = 2 if not verdict["legal"] else 0 if verdict["fits"] else 3
+    raise click.exceptions.Exit(code)
+
+
+# -- running it -------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,0 +1,217 @@
+"""What the terminal shows: the same facts as ``--json``, for people. Colour is never the only sign of anything, and none survives a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from planner.plan import Plan
+
+GIB = 2**30
+MEMORY_KEYS = ("parameters", "gradients", "optimizer", "activations", "temporary", "communication")
+MARKS = "█▓▒░◆◇"
+"""One mark a memory category, so that the bars can be read without colour."""
+
+
+def console(stderr: bool = False) -> Console:
+    """A console that drops colour and cursor tricks when its stream is not a terminal."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+
+
+def seconds(value: float) -> str:
+    """``12.3 s``, ``45.6 ms``, ``7.8 us``: three significant digits."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g} s" if value else "0 s"
+
+
+def gib(value: float) -> str:
+    return f"{value / GIB:.2f} GiB" if value >= 0.01 * GIB else f"{value / 2**20:.1f} MiB"
+
+
+def count(value: float) -> str:
+    """``671 B``, ``8.03 B``, ``124 M``."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> Table:
+    """A table whose first ``left`` columns are words and the others figures."""
+    from rich import box
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        out.add_column(name, justify="left" if index < left else "right", overflow="fold")
+    for row in rows:
+        out.add_row(*(str(cell) for cell in row))
+    return out
+
+
+def show_inspect(out: Console, name: str, document: Mapping[str, Any]) -> None:
+    parameters = document["parameters"]
+    rows = [
+        (part, count(n), f"{n:,}", percent(n / parameters["total"]))
+        for part, n in parameters.items()
+        if n and part not in ("total", "active", "mtp")
+    ]
+    rows.append(("total", count(parameters["total"]), f"{parameters['total']:,}", percent(1)))
+    rows.append(
+        (
+            "active a token",
+            count(parameters["active"]),
+            f"{parameters['active']:,}",
+            percent(parameters["active"] / parameters["total"]),
+        )
+    )
+    if parameters.get("mtp"):
+        rows.append(("MTP modules, apart", count(parameters["mtp"]), f"{parameters['mtp']:,}", ""))
+    out.print(table(f"{name}: parameters", ("part", "", "exact", "share"), rows))
+    flops = document["flops_per_token"]
+    out.print(table("FLOPs a token", ("", ""), [(k.replace("_", " "), count(v)) for k, v in flops.items()]))
+    for note in document.get("notes", ()):
+        out.print(f"note: {note}")
+
+
+def show_estimate(out: Console, layout: str, document: Mapping[str, Any]) -> None:
+    """One screen: time with its interval, where it goes, memory by stage against the limit."""
+    out.print(f"layout   {layout}", soft_wrap=True)
+    out.print(
+        f"step     {seconds(document['step_seconds'])}   (80 % interval {seconds(document['step_seconds_low'])} to "
+        f"{seconds(document['step_seconds_high'])})   {document['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU   "
+        f"MFU {percent(document['mfu'])}   bubble {percent(document['bubble_fraction'])}",
+        soft_wrap=True,
+    )
+    show_seconds(out, document)
+    show_memory(out, document)
+    if document.get("guessed"):
+        out.print("guessed: " + "; ".join(map(str, document["guessed"])), soft_wrap=True)
+
+
+def show_seconds(out: Console, document: Mapping[str, Any]) -> None:
+    step = document["step_seconds"]
+    causes = sorted(document["seconds"].items(), key=lambda item: -item[1])
+    rows = [
+        (cause.replace("_", " "), seconds(s), percent(s / step), "#" * round(40 * s / step))
+        for cause, s in causes
+        if s >= 0.0005 * step
+    ]
+    grid = table("where the step goes", ("cause", "seconds", "share", ""), rows)
+    grid.columns[3].justify = "left"
+    out.print(grid)
+
+
+def show_memory(out: Console, document: Mapping[str, Any], most: int = 8) -> None:
+    """Memory of the stages, the fullest ``most`` of them, as figures and as bars against the limit."""
+    stages = sorted(document["memory"], key=lambda s: -s["device"])[:most]
+    limit = document["limit_bytes"]
+    shown = [k for k in MEMORY_KEYS if any(s.get(k, 0) for s in document["memory"])]
+    rows = []
+    for stage in sorted(stages, key=lambda s: s["stage"]):
+        full = stage["device"] / limit
+        rows.append(
+            (
+                stage["stage"],
+                *(gib(stage[k]) for k in shown),
+                gib(stage["peak_allocated"]),
+                gib(stage["device"]),
+                percent(full),
+                bar(stage, limit),
+            )
+        )
+    title = f"memory by stage (limit {gib(limit)} a GPU)" + (
+        f": the fullest {most} of {len(document['memory'])}" if len(document["memory"]) > most else ""
+    )
+    grid = table(
+        title,
+        ("stage", *shown, "allocated", "device", "of limit", " ".join(f"{m}{k}" for m, k in zip(MARKS, shown, strict=False))),
+        rows,
+    )
+    grid.columns[-1].justify = "left"
+    grid.columns[-1].overflow = "crop"
+    grid.columns[-1].no_wrap = True
+    out.print(grid)
+
+
+def bar(stage: Mapping[str, float], limit: float, width: int = 24) -> str:
+    """A stage's memory by category as marks, and ``|`` where the limit is."""
+    marks = "".join(MARKS[i] * round(width * stage.get(k, 0) / limit) for i, k in enumerate(MEMORY_KEYS))
+    return f"{marks[:width]:<{width}}|" + ("+" if stage["device"] > limit else "")
+
+
+def show_plan(out: Console, plan: Plan, saved_as: str | None = None) -> None:
+    """The answer, the runners-up, the certificate, and what to type next."""
+    show_estimate(out, plan.layout_text, plan.estimate)
+    if plan.runners_up:
+        rows = [
+            (
+                r.layout_text,
+                seconds(r.estimate["step_seconds"]),
+                f"+{percent(r.slower)}",
+                percent(r.chance_faster),
+                worst_loss(r.loses),
+            )
+            for r in plan.runners_up
+        ]
+        out.print(table("runners-up", ("layout", "step", "slower", "chance faster", "loses most on"), rows))
+    show_certificate(out, plan)
+    for warning in plan.warnings:
+        out.print(f"warning: {warning}", soft_wrap=True)
+    if saved_as:
+        out.print(
+            f"\nplan written to {saved_as}; next: axisplan explain {saved_as}, axisplan emit {saved_as} --out launch",
+            soft_wrap=True,
+        )
+
+
+def worst_loss(loses: Mapping[str, float]) -> str:
+    if not loses:
+        return ""
+    cause, lost = max(loses.items(), key=lambda item: item[1])
+    return f"{cause.replace('_', ' ')} +{seconds(lost)}" if lost > 0 else ""
+
+
+def show_certificate(out: Console, plan: Plan) -> None:
+    c = plan.certificate
+    verdict = (
+        "proved: no legal layout of the declared space is faster under this cost model"
+        if c.proved
+        else f"not proved: gap {100 * c.gap:.3g} %"
+    )
+    out.print(
+        f"certificate  {c.columns_legal:,} legal columns = {c.cut_by_memory:,} cut by memory + {c.cut_by_bound:,} by bound + "
+        f"{c.cut_by_dominance:,} by dominance + {c.solved:,} solved\n"
+        f"             bound {c.best_bound_seconds:.6g} s, fastest {c.fastest_seconds:.6g} s, gap {c.gap:.2g}; {verdict}",
+        soft_wrap=True,
+    )
+    if c.proposed_seconds > c.fastest_seconds * (1 + 1e-9):
+        out.print(
+            f"             the plan proposed takes {c.proposed_seconds:.6g} s: within the tie of {percent(c.tie)}, and simpler or roomier (--tie 0 turns this off)"
+        )
+
+
+def show_check(out: Console, layout: str, document: Mapping[str, Any]) -> None:
+    out.print(f"layout   {layout}", soft_wrap=True)
+    out.print(f"legal    {'yes' if document['legal'] else 'no'}")
+    for violation in document["violations"]:
+        near = f"; nearest: {violation['nearest']}" if violation["nearest"] is not None else ""
+        out.print(f"  {violation['rule']}: {violation['message']}{near}", soft_wrap=True)
+    if document["legal"]:
+        out.print(f"fits     {'yes' if document['fits'] else 'no'}")
+        if binding := document.get("binding"):
+            over = binding["over_bytes"]
+            state = f"{gib(over)} over the limit" if over > 0 else f"{gib(-over)} below the limit"
+            out.print(f"binding  stage {binding['stage']}, {binding['category']}, {state}")
