@@ -1,0 +1,1 @@
+"""Plan -> training, on torch.distributed: one module an axis, its collectives beside it; the mesh is passed in."""

@@ -1,0 +1,146 @@
+"""Attention: grouped-query heads cut over tp, rotary positions, and the call into the kernel.
+
+Saved for backward: the block's gathered input (by the projections), q, k, v after rotation, the output and one number a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.runtime import kernels
+from planner.runtime.norms import Norm
+from planner.runtime.parameter import Block, sliced
+from planner.runtime.tensor import Linear, TensorParallel, split_inputs, split_outputs
+from profiles.model import Attention, ModelSpec
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens the rank's activations are: ``spans`` of positions, and the document of each ([batch, tokens]) where packed."""
+
+    spans: tuple[int, ...]
+    documents: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return sum(self.spans[1::2])
+
+    def positions(self, device: torch.device) -> Tensor:
+        runs = zip(self.spans[::2], self.spans[1::2], strict=True)
+        return torch.cat([torch.arange(a, a + n, device=device) for a, n in runs])
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, spans: Sequence[int], rule: tuple[int, int, float]
+    ) -> Tensor:
+        out, lse = kernels.attend(q, k, v, documents, documents, spans, spans, *rule)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = (documents, documents, spans, spans, *rule)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*kernels.attend_grad(grads[0].contiguous(), *ctx.saved_tensors, *ctx.rest), None, None, None)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float) -> Tensor:
+    """Causal attention of one rank's tokens among themselves: [s, b, heads, width] -> [s, b, heads, v width]."""
+    return _Attend.apply(q, k, v, tokens.documents, tokens.spans, (window, chunk, scale))
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary embedding is linear: nothing of the input is saved, backward turns the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.turn = (cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.turn
+        return _turn(grads[0], cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = 2 * cos.shape[-1]
+    a, b = x[..., : width // 2], x[..., width // 2 : width]
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat(parts if width == x.shape[-1] else [*parts, x[..., width:]], -1)
+
+
+class Rotary:
+    """cos and sin of the positions of a rank's tokens, [s, 1, 1, rotated / 2], made once and kept."""
+
+    def __init__(self, width: int, theta: float, fraction: float = 1.0) -> None:
+        self.rotated = int(width * fraction) // 2 * 2
+        self.theta = theta
+        self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def frequencies(self) -> Tensor:
+        powers = torch.arange(0, self.rotated, 2, dtype=torch.float64) / self.rotated
+        return 1.0 / self.theta**powers
+
+    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Rotate the first ``rotated`` of the head width of [s, b, heads, width] (halves convention of Hugging Face Llama)."""
+        key = (tokens.spans, x.dtype, x.device)
+        if key not in self._made:
+            angles = tokens.positions(x.device).to(torch.float64)[:, None, None, None] * self.frequencies().to(x.device)
+            self._made[key] = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        return _Rotate.apply(x, *self._made[key])
+
+
+class SelfAttention(nn.Module):
+    """Multi-head, grouped-query or multi-query attention. Key/value heads are repeated on neighbouring ranks where tp exceeds them."""
+
+    def __init__(
+        self, spec: Attention, model: ModelSpec, tp: TensorParallel, core: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec, self.tp, self.core = spec, tp, core
+        self.heads = spec.heads // tp.size
+        self.copies = max(1, tp.size // spec.kv_heads)
+        self.kv_heads = max(1, spec.kv_heads // tp.size)
+        hidden, width, value = model.hidden, spec.head_dim, spec.value_width
+        self.q_proj = split_outputs(hidden, spec.heads * width, spec.qkv_bias, tp, dtype, device)
+        self.k_proj = self._key_values(hidden, spec.kv_heads * width, dtype, device)
+        self.v_proj = self._key_values(hidden, spec.kv_heads * value, dtype, device)
+        std = 0.02 / (2 * model.num_layers) ** 0.5
+        self.o_proj = split_inputs(spec.heads * value, hidden, spec.output_bias, tp, dtype, device, std=std)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm == "head":
+            every = {"copies": tp.size, "partial": ("tp",) if tp.size > 1 else ()}
+            self.q_norm = Norm(model.norm, _vector(width, every), model.norm_eps, False, True, dtype, device)
+            self.k_norm = Norm(model.norm, _vector(width, every), model.norm_eps, False, True, dtype, device)
+        self.rotary = Rotary(width, model.rope_theta, model.rope_fraction) if spec.rotary and not model.learned_positions else None
+        self.rule = (spec.window or 0, spec.chunk or 0, width**-0.5)
+
+    def _key_values(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Linear:
+        parts, place = self.tp.size // self.copies, self.tp.rank // self.copies
+        facts = {"copies": self.copies, "partial": (f"kv{self.copies}",) if self.copies > 1 else ()}
+        bias = sliced((outputs,), 0, parts, place, init="zeros", **facts) if self.spec.qkv_bias else None
+        return Linear(sliced((outputs, inputs), 0, parts, place, **facts), bias, dtype, device)
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """[s (/tp under SP), b, hidden] -> the same."""
+        x = self.tp.enter(x)
+        s, b, _ = x.shape
+        q = self.q_proj(x).view(s, b, self.heads, -1)
+        k = self.k_proj(x).view(s, b, self.kv_heads, -1)
+        v = self.v_proj(x).view(s, b, self.kv_heads, -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, tokens), self.rotary(k, tokens)
+        return self.o_proj(self.core(q, k, v, tokens, *self.rule).view(s, b, -1))
+
+
+def _vector(width: int, facts: dict[str, Any]) -> Block:
+    return Block((width,), (0,), (width,), init="ones", **facts)

@@ -1,0 +1,131 @@
+"""Tokenised text in memory-mapped files, and which sequences a step trains on.
+
+The order of sequences follows from (seed, epoch) alone, so every layout sees the same batches: a data-parallel rank takes its run
+of the step's sequences, a context-parallel rank its spans of each sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from profiles.errors import InputError
+from profiles.files import write_text
+
+BYTE_END = 256
+"""Byte-level tokens: 0-255 are bytes, 256 ends a document."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one step on one data-parallel rank: ids and labels [sequences, tokens]; documents numbered in each, or None."""
+
+    ids: Tensor
+    labels: Tensor
+    documents: Tensor | None = None
+
+
+class Source(Protocol):
+    """Where sequences come from."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The sequences numbered ``indices`` (numbers grow without end: epochs are the source's business)."""
+        ...
+
+
+class TokenFile:
+    """``tokens.bin`` and ``tokens.json`` as ``prepare`` writes them, cut into sequences of ``seq_len`` tokens.
+
+    ``reset``: attention and loss stay inside documents. Raises InputError where the file is not there or too short.
+    """
+
+    def __init__(self, folder: Path, seq_len: int, seed: int = 0, reset: bool = False, vocab: int | None = None) -> None:
+        meta_path = folder / "tokens.json"
+        try:
+            meta = json.loads(meta_path.read_text(encoding="utf-8"))
+            self.tokens: npt.NDArray[Any] = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["count"],))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError("data", folder, f"is not prepared data ({error}); make it with axisplan data prepare") from None
+        if vocab is not None and meta["vocab"] > vocab:
+            raise InputError("data", folder, f"has {meta['vocab']} kinds of tokens, the model's vocabulary is {vocab}", vocab)
+        self.count = (len(self.tokens) - 1) // seq_len
+        if self.count < 1:
+            raise InputError("data", folder, f"has {len(self.tokens)} tokens, a sequence needs {seq_len + 1}", len(self.tokens) - 1)
+        self.seq_len, self.seed, self.reset, self.end = seq_len, seed, reset, int(meta["end"])
+        self._epoch, self._order = -1, np.arange(0)
+
+    def _place(self, index: int) -> int:
+        epoch, at = divmod(index, self.count)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        return int(self._order[at])
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        rows = [self.tokens[p * self.seq_len : (p + 1) * self.seq_len + 1] for p in map(self._place, indices)]
+        both = torch.from_numpy(np.stack(rows).astype(np.int64))
+        ids, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        if not self.reset:
+            return Batch(ids, labels)
+        ends = (ids == self.end).long()
+        return Batch(ids, labels.masked_fill(ids == self.end, -100), ends.cumsum(1) - ends)
+
+
+def prepare(files: Sequence[Path], out: Path, tokenizer: str = "bytes") -> dict[str, Any]:
+    """Tokenise text files into ``out/tokens.bin`` and ``tokens.json``; returns what the latter holds.
+
+    ``tokenizer``: ``bytes``, or the path of a Hugging Face ``tokenizer.json``. Each file is one document.
+    Raises InputError for a file that is not there, not text, or empty.
+    """
+    encode, vocab, end = _tokenizer(tokenizer)
+    dtype = "uint16" if vocab <= 2**16 else "uint32"
+    out.mkdir(parents=True, exist_ok=True)
+    partial, count = out / f".tokens.bin.{os.getpid()}", 0
+    try:
+        with partial.open("wb") as target:
+            for path in files:
+                try:
+                    text = Path(path).read_text(encoding="utf-8")
+                except (OSError, UnicodeDecodeError) as error:
+                    raise InputError("data", path, f"cannot be read as text: {error}") from None
+                ids = np.asarray([*encode(text), end], dtype=dtype)
+                count += len(ids)
+                target.write(ids.tobytes())
+        os.replace(partial, out / "tokens.bin")
+    finally:
+        partial.unlink(missing_ok=True)
+    meta = {"dtype": dtype, "count": count, "vocab": vocab, "end": end, "tokenizer": str(tokenizer), "documents": len(files)}
+    write_text(out / "tokens.json", json.dumps(meta))
+    return meta
+
+
+def _tokenizer(name: str) -> tuple[Any, int, int]:
+    """(encode, vocabulary, id that ends a document)."""
+    if name == "bytes":
+        return (lambda text: np.frombuffer(text.encode("utf-8"), dtype=np.uint8)), BYTE_END + 1, BYTE_END
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise InputError("tokenizer", name, "needs the package tokenizers; install axisplan[hf]", "bytes") from None
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise InputError("tokenizer", name, "is neither bytes nor a tokenizer.json", "bytes")
+    made = Tokenizer.from_file(str(path))
+    vocab = made.get_vocab_size()
+    ends = [i for token in ("<|end_of_text|>", "<|endoftext|>", "</s>", "<|im_end|>") if (i := made.token_to_id(token)) is not None]
+    return (lambda text: made.encode(text, add_special_tokens=False).ids), vocab, ends[0] if ends else vocab - 1
+
+
+def indices_of(step: int, global_batch: int, dp: int, dp_rank: int) -> range:
+    """Numbers of the sequences that a data-parallel rank trains on in ``step``."""
+    share = global_batch // dp
+    start = step * global_batch + dp_rank * share
+    return range(start, start + share)

@@ -1,0 +1,221 @@
+"""Data parallelism and ZeRO 0-2: parameters and gradients in flat buckets, one collective a bucket.
+
+A bucket holds parameters that are reduced over the same ranks and counted alike. Its gradients are one buffer that autograd adds
+into, its parameters views of another, so that neither reduction nor gathering copies anything:
+
+ZeRO 0   all-reduce of the gradients; every rank updates everything
+ZeRO 1   reduce-scatter once a step, update of a shard, all-gather of the parameters
+ZeRO 2   reduce-scatter after every microbatch into a shard; the full gradient exists for one bucket's backward only
+
+Shards lie over dp_shard x cp (expert parameters: edp_shard), and are summed over dp_replicate (edp_replicate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.runtime.collectives import all_reduce
+from planner.runtime.mesh import Axis, Mesh
+from planner.runtime.parameter import Block
+
+BUCKET_BYTES = 64 << 20
+"""Gradient bytes of a bucket: large enough for bandwidth, small enough to overlap."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a named parameter and the local tensor that holds it (or what belongs to it: gradient, moment)."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass
+class Slot:
+    """A parameter's place in its bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    block: Block
+    start: int
+
+    @property
+    def count(self) -> int:
+        return self.parameter.numel()
+
+
+class Bucket:
+    """Parameters that are reduced and updated together.
+
+    ``shard`` / ``replicate``: the axes gradients are scattered over and summed over; ``partial``: model-parallel axes summed
+    first; ``weight``: 1 / ranks of the job that hold each element after the reduction.
+    """
+
+    def __init__(
+        self, slots: list[Slot], shard: Axis, replicate: Axis, partial: list[Axis], weight: float, zero: int, wide: torch.dtype
+    ) -> None:
+        first = slots[0].parameter
+        self.slots, self.shard, self.replicate, self.partial = slots, shard, replicate, partial
+        self.weight, self.decay = weight, slots[0].block.decay
+        used = slots[-1].start + slots[-1].count
+        self.length = -(-used // shard.size) * shard.size
+        self.low = self.length // shard.size * shard.rank
+        self.high = self.low + self.length // shard.size
+        self.wide = wide
+        self.parameters = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        keeps = zero < 2 or shard.size == 1 or any(a.name == "ends" for a in partial)  # pipeline ends meet once a step only
+        self.gradients = torch.zeros(self.length, dtype=wide, device=first.device) if keeps else None
+        self.shard_gradients = (
+            torch.zeros(self.high - self.low, dtype=wide, device=first.device) if self.gradients is None else None
+        )
+        self.direct = self.gradients is not None and wide == first.dtype
+        for slot in slots:
+            view = self.parameters[slot.start : slot.start + slot.count].view(slot.parameter.shape)
+            view.copy_(slot.parameter.data)
+            slot.parameter.data = view
+            if self.direct:
+                assert self.gradients is not None
+                slot.parameter.grad = self.gradients[slot.start : slot.start + slot.count].view(slot.parameter.shape)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The reduced gradients of this rank's shard (after ``reduce``)."""
+        if self.shard_gradients is not None:
+            return self.shard_gradients
+        assert self.gradients is not None
+        return self.gradients[self.low : self.high]
+
+    @property
+    def parameter_shard(self) -> Tensor:
+        return self.parameters[self.low : self.high]
+
+    def clear(self) -> None:
+        """Zero the gradients."""
+        buffer = self.shard_gradients if self.gradients is None else self.gradients
+        assert buffer is not None
+        buffer.zero_()
+
+    def collect(self, slot: Slot) -> None:
+        """Move a parameter's own gradient into the bucket's wide buffer."""
+        grad = slot.parameter.grad
+        if grad is None or self.direct:
+            return
+        if self.gradients is None:
+            self.gradients = torch.zeros(self.length, dtype=self.wide, device=grad.device)
+        self.gradients[slot.start : slot.start + slot.count].view(grad.shape).add_(grad)
+        slot.parameter.grad = None
+
+    def reduce_microbatch(self) -> None:
+        """ZeRO-2: scatter what has come together and let the full buffer go."""
+        if self.shard_gradients is None or self.gradients is None:
+            return
+        for axis in self.partial:
+            all_reduce(self.gradients, axis)
+        part = self.gradients[self.low : self.high]
+        dist.reduce_scatter_tensor(part, self.gradients, group=self.shard.group)
+        self.shard_gradients.add_(part)
+        self.gradients = None
+
+    def reduce(self) -> None:
+        """Sum over every axis that holds a share of the gradient."""
+        if self.shard_gradients is not None:
+            self.reduce_microbatch()
+            all_reduce(self.shard_gradients, self.replicate)
+            return
+        assert self.gradients is not None
+        for axis in self.partial:
+            all_reduce(self.gradients, axis)
+        if self.shard.size > 1:
+            dist.reduce_scatter_tensor(self.gradients[self.low : self.high], self.gradients, group=self.shard.group)
+        all_reduce(self.gradients[self.low : self.high], self.replicate)
+
+    def gather(self) -> None:
+        """Every rank's updated shard to all."""
+        if self.shard.size > 1:
+            dist.all_gather_into_tensor(self.parameters, self.parameters[self.low : self.high], group=self.shard.group)
+
+    def pieces(self, shard: Tensor) -> Iterator[Piece]:
+        """Boxes of the parameters that ``shard`` (a tensor over ``low .. high`` of the bucket) holds."""
+        for slot in self.slots:
+            low, high = max(self.low, slot.start), min(self.high, slot.start + slot.count)
+            if low < high:
+                local = shard[low - self.low : high - self.low]
+                yield from boxes(slot.name, slot.block, local, low - slot.start)
+
+
+def boxes(name: str, block: Block, flat: Tensor, start: int) -> Iterator[Piece]:
+    """The boxes of the whole parameter that elements ``start ..`` of the flattened block cover (at most 3 for a matrix)."""
+    sizes = block.sizes
+    if len(sizes) == 1:
+        yield Piece(name, block.shape, (block.offsets[0] + start,), (flat.numel(),), flat)
+        return
+    columns = 1
+    for n in sizes[1:]:
+        columns *= n
+    at = 0
+    while at < flat.numel():
+        row, inside = divmod(start + at, columns)
+        rest = flat.numel() - at
+        if inside or rest < columns:
+            count = min(columns - inside, rest)
+            inner = Block(block.shape[1:], block.offsets[1:], sizes[1:])
+            for piece in boxes(name, inner, flat[at : at + count], inside):
+                offsets = (block.offsets[0] + row, *piece.offsets)
+                yield Piece(name, block.shape, offsets, (1, *piece.sizes), piece.tensor.view(1, *piece.sizes))
+        else:
+            rows = rest // columns
+            count = rows * columns
+            box = (rows, *sizes[1:])
+            yield Piece(name, block.shape, (block.offsets[0] + row, *block.offsets[1:]), box, flat[at : at + count].view(box))
+        at += count
+
+
+def make_buckets(modules: Iterable[nn.Module], mesh: Mesh, wide: torch.dtype) -> list[Bucket]:
+    """The buckets of every parameter of the rank's chunks. ``wide`` is the dtype gradients accumulate in."""
+    zero = mesh.layout.zero
+    groups: dict[tuple[bool, tuple[str, ...], int, bool], list[tuple[str, nn.Parameter, Block]]] = {}
+    seen: set[int] = set()
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            block: Block = module.blocks[name]  # type: ignore[index,operator,union-attr,assignment]
+            if id(parameter) not in seen and parameter.requires_grad:
+                seen.add(id(parameter))
+                groups.setdefault((block.expert, block.partial, block.copies, block.decay), []).append((name, parameter, block))
+    out = []
+    for (expert, partial, copies, _), members in groups.items():
+        shard, replicate = _axes(mesh, expert, zero)
+        weight = 1.0 / (copies * (replicate.size if zero else replicate.size * shard.size))
+        axes = [mesh.axis(name) for name in partial]
+        for slots in _cut(members, wide):
+            out.append(Bucket(slots, shard, replicate, axes, weight, zero, wide))
+    return out
+
+
+def _axes(mesh: Mesh, expert: bool, zero: int) -> tuple[Axis, Axis]:
+    """(scattered over, summed over)."""
+    if zero == 0:
+        return Axis("none", ranks=(mesh.rank,)), mesh.axis("edp") if expert else mesh.dp_cp
+    return (mesh.axis("edp_shard"), mesh.axis("edp_replicate")) if expert else (mesh.axis("dp_shard_cp"), mesh.axis("dp_replicate"))
+
+
+def _cut(members: list[tuple[str, nn.Parameter, Block]], wide: torch.dtype) -> Iterator[list[Slot]]:
+    """Members in order of the model, cut where a bucket is full."""
+    limit = BUCKET_BYTES // wide.itemsize
+    slots: list[Slot] = []
+    start = 0
+    for name, parameter, block in members:
+        if slots and start + parameter.numel() > limit:
+            yield slots
+            slots, start = [], 0
+        slots.append(Slot(name, parameter, block, start))
+        start += parameter.numel()
+    if slots:
+        yield slots

@@ -1,0 +1,200 @@
+"""The decoder: one program for the model kinds of ModelSpec, or the part of it that a pipeline chunk holds.
+
+Activations are [sequence, batch, hidden] between layers (sequence / cp, and / tp under SP); token ids come as [batch, sequence].
+Parameters have names that do not depend on the layout: layers are numbered through the whole model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.layout import Layout
+from planner.runtime.attention import SelfAttention, Tokens, attend
+from planner.runtime.loss import token_losses
+from planner.runtime.mesh import Mesh
+from planner.runtime.mlp import MlpBlock
+from planner.runtime.norms import Norm
+from planner.runtime.parameter import Block, blocks_of, fill, parameter
+from planner.runtime.recompute import Recomputed, again
+from planner.runtime.tensor import Embedding, Linear, TensorParallel
+from profiles.errors import InputError
+from profiles.model import Attention, Layer, Mlp, ModelSpec
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a chunk holds: layers ``first .. last - 1`` of the model, the embedding, the head."""
+
+    layers: range
+    embedding: bool
+    head: bool
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every module is made with."""
+
+    model: ModelSpec
+    layout: Layout
+    mesh: Mesh
+    tp: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+
+    def norm(self, width: int | None = None) -> Norm:
+        block = self.tp.replicated(width or self.model.hidden, init="ones")
+        return Norm(
+            self.model.norm, block, self.model.norm_eps, self.model.norm_bias, self.model.norm_weight, self.dtype, self.device
+        )
+
+
+def parts(layout: Layout, model: ModelSpec, pp_rank: int) -> dict[int, Part]:
+    """Chunk -> what it holds, for the chunks of one pipeline rank."""
+    last = layout.chunks - 1
+    return {c: Part(layout.layers_of_chunk(c, model.num_layers), c == 0, c == last) for c in layout.chunks_of_rank(pp_rank)}
+
+
+class Decoder(nn.Module):
+    """A chunk of the model. Forward: token ids or activations in; activations, or each token's loss, out."""
+
+    def __init__(self, build: Build, part: Part) -> None:
+        super().__init__()
+        model, tp = build.model, build.tp
+        _check(model, build.layout)
+        self.part, self.tp, self.model, self.layout = part, tp, model, build.layout
+        ends = {"copies": 2, "partial": ("ends",)} if build.mesh.ends.size > 1 and model.tied else {}
+        if part.embedding:
+            self.embed_tokens = Embedding(model.vocab, model.hidden, tp, build.dtype, build.device, **ends)
+            if model.learned_positions:
+                rows = tp.replicated(model.learned_positions, model.hidden)
+                self.embed_positions = parameter(rows, build.dtype, build.device)
+            if model.embedding_norm:
+                self.embed_norm = build.norm()
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(build, model.layer(i), i) for i in part.layers})
+        if part.head:
+            if model.final_norm:
+                self.norm = build.norm()
+            if not model.tied:
+                self.lm_head = _head(build)
+            elif not part.embedding:
+                self.embed_tokens = Embedding(model.vocab, model.hidden, tp, build.dtype, build.device, **ends)
+        self.blocks: dict[str, Block] = blocks_of(self)
+
+    def forward(self, x: Tensor, tokens: Tokens, labels: Tensor | None = None) -> Tensor:
+        """``x``: ids [batch, sequence] in the first chunk, else activations. With a head and ``labels`` [batch, sequence]: the
+        loss of each token, [sequence * batch]; with a head alone: this rank's part of the logits, [sequence, batch, vocabulary].
+        """
+        if self.part.embedding:
+            x = self._embed(x, tokens)
+        for layer in self.layers.values():
+            x = layer(x, tokens)
+        if not self.part.head:
+            return x
+        if self.model.final_norm:
+            x = self.norm(x)
+        x = self.tp.enter(x)
+        logits = torch.nn.functional.linear(x, self.embed_tokens.weight) if self.model.tied else self.lm_head(x)
+        return logits if labels is None else token_losses(logits, labels, self.tp.axis, self.vocab_start)
+
+    @property
+    def vocab_start(self) -> int:
+        """The first word of this rank's part of the vocabulary."""
+        name = "embed_tokens.weight" if self.model.tied else "lm_head.weight"
+        return self.blocks[name].offsets[0]
+
+    def _embed(self, ids: Tensor, tokens: Tokens) -> Tensor:
+        x = self.embed_tokens(ids)
+        if self.model.learned_positions:
+            places = tokens.positions(x.device)
+            if self.tp.sequence:
+                places = places.chunk(self.tp.size)[self.tp.rank]
+            x = x + torch.nn.functional.embedding(places, self.embed_positions).unsqueeze(1)
+        return self.embed_norm(x) if self.model.embedding_norm else x
+
+    def initialise(self, seed: int) -> None:
+        """Fill every parameter from (seed, name, rows)."""
+        for name, value in self.named_parameters():
+            fill(value.data, name, self.blocks[name], seed)
+
+
+def _head(build: Build) -> Linear:
+    from planner.runtime.tensor import split_outputs
+
+    model = build.model
+    return split_outputs(model.hidden, model.vocab, model.head_bias, build.tp, build.dtype, build.device)
+
+
+class DecoderLayer(nn.Module):
+    """A mixer and a feed-forward around the residual stream."""
+
+    def __init__(self, build: Build, spec: Layer, index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.recompute = Recomputed(build.layout.recompute_rules.of(index))
+        common = (build.tp, self.recompute, build.dtype, build.device)
+        self.self_attn: nn.Module | None = None
+        if isinstance(spec.mixer, Attention):
+            self.self_attn = SelfAttention(
+                spec.mixer, build.model, build.tp, _core(build, self.recompute), build.dtype, build.device
+            )
+            self.input_layernorm = build.norm()
+        self.mlp: nn.Module | None = None
+        if isinstance(spec.ffn, Mlp):
+            self.mlp = MlpBlock(spec.ffn, build.model.hidden, build.model.num_layers, *common)
+            if not (spec.parallel and spec.norms == 1):
+                self.post_attention_layernorm = build.norm()
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return again(self._forward, x, tokens) if self.recompute.full and torch.is_grad_enabled() else self._forward(x, tokens)
+
+    def _forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        norm = self._norm
+        if self.spec.parallel and self.self_attn is not None and self.mlp is not None:
+            first = norm("input_layernorm", x)
+            second = first if self.spec.norms == 1 else norm("post_attention_layernorm", x)
+            return x + self.self_attn(first, tokens) + self.mlp(second)
+        if self.self_attn is not None:
+            if self.spec.post_norm:
+                x = x + norm("input_layernorm", self.self_attn(x, tokens))
+            else:
+                x = x + self.self_attn(norm("input_layernorm", x), tokens)
+        if self.mlp is not None:
+            if self.spec.post_norm:
+                x = x + norm("post_attention_layernorm", self.recompute("mlp", self.mlp, x))
+            else:
+                x = x + self.recompute("mlp", self.mlp, norm("post_attention_layernorm", x))
+        return x
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return self.recompute("layernorm", getattr(self, name), x)
+
+
+def _core(build: Build, recompute: Recomputed) -> Any:
+    """Attention of this rank's tokens under the layout's context parallelism."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float) -> Tensor:
+        return recompute("core_attn", attend, q, k, v, tokens, window, chunk, scale)
+
+    return core
+
+
+def _check(model: ModelSpec, layout: Layout) -> None:
+    """Raise InputError for what this runtime does not run."""
+    for kind in model.kinds:
+        mixer, ffn = kind.mixer, kind.ffn
+        if mixer is not None and not isinstance(mixer, Attention):
+            raise InputError("model", mixer.kind, "the runtime runs attention mixers", "attention")
+        if isinstance(mixer, Attention) and (mixer.sinks or mixer.output_gate or mixer.qk_norm in ("full", "per_head")):
+            raise InputError("model", model.name, "attention sinks, output gates and full-width query norms are not in the runtime")
+        if isinstance(mixer, Attention) and mixer.heads % layout.tp:
+            raise InputError("tp", layout.tp, f"must divide the {mixer.heads} heads")
+        if kind.norms > 2:
+            raise InputError("model", model.name, "layers with more than 2 norms are not in the runtime", 2)
+        if ffn is not None and not isinstance(ffn, Mlp):
+            raise InputError("model", ffn.kind, "the runtime runs dense feed-forwards", "mlp")
+    if model.embedding_width:
+        raise InputError("model", model.name, "an embedding of another width than the model is not in the runtime")

@@ -1,0 +1,219 @@
+"""Pipeline parallelism: the schedule's order table, given sends and receives, and run.
+
+The orders are those the cost model simulates (``cost_models.schedules.order_table``): what is predicted is what runs. ``lower``
+adds the transfers: a send follows the action that made the tensor, and its receive is placed on the other rank at that same
+moment of one common walk through all orders, so that every pair of ranks meets its transfers in one order and none waits for
+another in a circle. Shapes are known from the layout; nothing is inferred at run time. B and W are split by
+``torch.distributed.pipelining``'s graph partition; what a part of the graph no longer needs is freed with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from cost_models.schedules import Action, order_table, rank_of
+from planner.runtime.attention import Tokens
+from planner.runtime.mesh import Axis
+from profiles.errors import InputError
+
+
+class Transfer(NamedTuple):
+    """``kind`` send or receive of the tensor that crosses from ``chunk`` (F: to the next chunk, B: to the one before)."""
+
+    kind: str
+    what: str
+    microbatch: int
+    chunk: int
+
+
+Step = Action | Transfer
+
+
+@lru_cache(maxsize=64)
+def lower(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[tuple[Step, ...], ...]:
+    """The order of every rank, transfers included."""
+    table = order_table(schedule, pp, vpp, microbatches)
+    place = {action.chunk: rank for rank, order in enumerate(table) for action in order}
+    last = pp * vpp - 1
+    waiting = [deque(order) for order in table]
+    done: list[set[tuple[str, int, int]]] = [set() for _ in table]
+    out: list[list[Step]] = [[] for _ in table]
+
+    def ready(rank: int, action: Action) -> bool:
+        if action.kind == "F":
+            return action.chunk == 0 or ("F", action.microbatch, action.chunk - 1) in done[rank]
+        if action.kind in ("B", "BW"):
+            return action.chunk == last or ("B", action.microbatch, action.chunk + 1) in done[rank]
+        return True
+
+    while any(waiting):
+        progress = False
+        for rank, queue in enumerate(waiting):
+            if not queue or not ready(rank, queue[0]):
+                continue
+            action = queue.popleft()
+            progress = True
+            out[rank].append(action)
+            what = {"F": "F", "B": "B", "BW": "B"}.get(action.kind)
+            target = action.chunk + (1 if what == "F" else -1)
+            if what is None:
+                continue
+            done[rank].add((what, action.microbatch, action.chunk))
+            if 0 <= target <= last and place[target] != rank:
+                out[rank].append(Transfer("send", what, action.microbatch, action.chunk))
+                out[place[target]].append(Transfer("receive", what, action.microbatch, action.chunk))
+                done[place[target]].add((what, action.microbatch, action.chunk))
+        if not progress:
+            raise InputError("schedule", schedule, "its order table waits for itself")
+    return tuple(tuple(order) for order in out)
+
+
+@dataclass
+class MicroBatch:
+    """One microbatch of this rank's tokens, the same on every stage: ids and labels [micro batch, tokens]."""
+
+    ids: Tensor
+    labels: Tensor
+    tokens: Tokens
+
+
+LossFunction = Callable[[Tensor], Tensor]
+"""Token losses of a microbatch -> the number that is differentiated."""
+
+
+@dataclass
+class Chunk:
+    """One chunk's module, and what its microbatches in flight keep."""
+
+    index: int
+    module: nn.Module
+    first: bool
+    last: bool
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    pending: dict[int, tuple] = field(default_factory=dict)
+    """Microbatch -> what its W still needs."""
+
+
+class Pipeline:
+    """Runs one rank's order over its chunks. With one stage it is gradient accumulation, and no transfer exists.
+
+    ``shape`` and ``dtype`` are those of an activation between stages. ``after_backward(chunk)`` is called whenever a microbatch's
+    weight gradients of a chunk are complete: where data parallelism takes them.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], axis: Axis, schedule: str, vpp: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+        after_backward: Callable[[Chunk], None] | None = None, before: Callable[[Chunk, str, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.chunks = {c.index: c for c in chunks}
+        self.axis, self.schedule, self.vpp, self.shape, self.dtype, self.device = axis, schedule, vpp, shape, dtype, device
+        self.after_backward, self.before = after_backward, before
+        self.last = axis.size * vpp - 1
+        self._place = {c: rank_of(schedule, axis.size, c) for c in range(axis.size * vpp)}
+
+    def run(self, batches: Sequence[MicroBatch], loss: LossFunction) -> Tensor:
+        """Forward and backward of every microbatch; the sum of the losses this rank computed (0 without the head)."""
+        order = lower(self.schedule, self.axis.size, self.vpp, len(batches))[self.axis.rank]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._received: dict[tuple[str, int, int], tuple[dist.Work | None, Tensor]] = {}
+        for step in order:
+            if isinstance(step, Transfer):
+                self._transfer(step)
+                continue
+            chunk = self.chunks[step.chunk]
+            if self.before is not None:
+                self.before(chunk, step.kind, step.microbatch)
+            if step.kind == "F":
+                total += self._forward(chunk, step.microbatch, batches[step.microbatch], loss)
+            elif step.kind == "BW":
+                self._backward(chunk, step.microbatch)
+            elif step.kind == "B":
+                self._backward_input(chunk, step.microbatch)
+            else:
+                self._backward_weight(chunk, step.microbatch)
+            if step.kind in ("BW", "W") and self.after_backward is not None:
+                self.after_backward(chunk)
+            self._release()
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+        return total
+
+    # -- transfers --------------------------------------------------------------------------------------------------
+
+    def _transfer(self, step: Transfer) -> None:
+        target = step.chunk + (1 if step.what == "F" else -1)
+        key = (step.what, step.microbatch, step.chunk)
+        if step.kind == "send":
+            _, tensor = self._received.pop(key)
+            work = dist.isend(tensor, group=self.axis.group, group_dst=self._place[target])
+            assert work is not None
+            self._sent.append((work, tensor))
+        else:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self._received[key] = (dist.irecv(tensor, group=self.axis.group, group_src=self._place[step.chunk]), tensor)
+
+    def _release(self) -> None:
+        """Let go of sent tensors that have left."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def _take(self, what: str, microbatch: int, chunk: int) -> Tensor:
+        work, tensor = self._received.pop((what, microbatch, chunk))
+        if work is not None:
+            work.wait()
+        return tensor
+
+    # -- actions ----------------------------------------------------------------------------------------------------
+
+    def _forward(self, chunk: Chunk, m: int, batch: MicroBatch, loss: LossFunction) -> Tensor | float:
+        x = batch.ids if chunk.first else self._take("F", m, chunk.index - 1).requires_grad_()
+        out = chunk.module(x, batch.tokens, batch.labels if chunk.last else None)
+        chunk.inputs[m] = x
+        if chunk.last:
+            chunk.outputs[m] = loss(out)
+            return chunk.outputs[m].detach()
+        chunk.outputs[m] = out
+        self._received["F", m, chunk.index] = (None, out.detach())
+        return 0.0
+
+    def _gradient(self, chunk: Chunk, m: int) -> Tensor | None:
+        return None if chunk.last else self._take("B", m, chunk.index + 1)
+
+    def _backward(self, chunk: Chunk, m: int) -> None:
+        x, out = chunk.inputs.pop(m), chunk.outputs.pop(m)
+        torch.autograd.backward(out, self._gradient(chunk, m))
+        self._give(chunk, m, x)
+
+    def _give(self, chunk: Chunk, m: int, x: Tensor) -> None:
+        if not chunk.first:
+            assert x.grad is not None
+            self._received["B", m, chunk.index] = (None, x.grad)
+
+    def _backward_input(self, chunk: Chunk, m: int) -> None:
+        x, out = chunk.inputs.pop(m), chunk.outputs.pop(m)
+        grad = self._gradient(chunk, m)
+        if chunk.first:
+            chunk.pending[m] = (out, grad)
+            return
+        _, groups = stage_backward_input([out], None if grad is None else [grad], [x], iter(chunk.module.parameters()))
+        chunk.pending[m] = (groups,)
+        self._give(chunk, m, x)
+
+    def _backward_weight(self, chunk: Chunk, m: int) -> None:
+        kept = chunk.pending.pop(m)
+        if chunk.first:
+            torch.autograd.backward(*kept)
+        else:
+            stage_backward_weight(iter(chunk.module.parameters()), kept[0])

@@ -1,0 +1,204 @@
+"""Training: what happens from a plan to a trained model, as a story.
+
+``run`` reads top to bottom: processes meet, the mesh is made, each rank builds its part of the model, and every step runs the
+pipeline, reduces gradients, clips, updates, and reports one line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from cost_models.layout import Layout
+from planner.runtime.attention import Tokens
+from planner.runtime.collectives import all_reduce, all_reduce_world
+from planner.runtime.context import spans, take
+from planner.runtime.data import Batch, Source, TokenFile, indices_of
+from planner.runtime.data_parallel import make_buckets
+from planner.runtime.loss import IGNORED
+from planner.runtime.mesh import Mesh
+from planner.runtime.metrics import Memory
+from planner.runtime.model import Build, Decoder, parts
+from planner.runtime.optimizer import Schedule, ShardedAdamW
+from planner.runtime.pipeline import Chunk, MicroBatch, Pipeline
+from planner.runtime.tensor import TensorParallel
+from profiles.errors import AxisplanError, InputError
+from profiles.model import ModelSpec
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TrainSettings(BaseModel):
+    """What a run does beside the plan: data, steps, optimizer, where results go."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seq_len: int = Field(gt=0)
+    global_batch: int = Field(gt=0)
+    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
+    steps: int = Field(20, gt=0)
+    learning_rate: float = Field(3e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    decay: Literal["constant", "linear", "cosine"] = "cosine"
+    final_rate: float = Field(0.1, ge=0, le=1)
+    """The rate at the last step, as a share of ``learning_rate``."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = Field(0.1, ge=0)
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 = not clipped."""
+    seed: int = 0
+    data: tuple[Path, ...] = ()
+    """Folders of ``axisplan data prepare``, or text files (read as bytes)."""
+    reset_documents: bool = False
+    """Attention and loss stay inside documents."""
+    out: Path | None = None
+    timeout_seconds: float = Field(600.0, gt=0)
+    """How long a collective may wait for another rank."""
+
+
+def microbatches(layout: Layout, global_batch: int) -> int:
+    """Microbatches of a step. Raises InputError unless the batch divides evenly (uneven microbatches hang a pipeline)."""
+    unit = layout.micro_batch * layout.dp
+    if global_batch % unit:
+        raise InputError(
+            "global_batch",
+            global_batch,
+            f"must be a multiple of micro_batch*dp = {unit}",
+            max(1, round(global_batch / unit)) * unit,
+        )
+    return global_batch // unit
+
+
+class Trainer:
+    """One rank's part of the model with everything a step needs. The process group must exist."""
+
+    def __init__(self, model: ModelSpec, layout: Layout, settings: TrainSettings, device: torch.device) -> None:
+        if layout.schedule == "dualpipe":
+            raise InputError("schedule", "dualpipe", "the runtime holds one copy of the model", "dualpipe-v")
+        self.model, self.layout, self.settings, self.device = model, layout, settings, device
+        self.dtype = DTYPES[settings.precision]
+        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.microbatches = microbatches(layout, settings.global_batch)
+        self.mesh = Mesh(layout, model, device, settings.timeout_seconds)
+        self.held = spans(layout, settings.seq_len, self.mesh.cp.rank)
+        tp = TensorParallel(self.mesh.tp, layout.sp)
+        tokens = settings.seq_len // layout.cp
+        if tp.sequence and tokens % tp.size:
+            raise InputError("seq_len", settings.seq_len, f"seq_len/cp = {tokens} must be a multiple of tp = {tp.size} under sp")
+        build = Build(model, layout, self.mesh, tp, self.dtype, device)
+        self.decoders = {c: Decoder(build, part) for c, part in parts(layout, model, self.mesh.pp.rank).items()}
+        self._tie()
+        for decoder in self.decoders.values():
+            decoder.initialise(settings.seed)
+        self.buckets = make_buckets(self.decoders.values(), self.mesh, self.wide)
+        self.optimizer = ShardedAdamW(self.buckets, self.wide, settings.betas, settings.epsilon, settings.weight_decay)
+        self.rate = Schedule(settings.learning_rate, settings.warmup_steps, settings.steps, settings.decay, settings.final_rate)
+        last = layout.chunks - 1
+        chunks = [Chunk(c, d, c == 0, c == last) for c, d in self.decoders.items()]
+        shape = (tokens // tp.size if tp.sequence else tokens, layout.micro_batch, model.hidden)
+        self.pipeline = Pipeline(chunks, self.mesh.pp, layout.schedule, layout.vpp, shape, self.dtype, device, self._after_backward)
+
+    def _tie(self) -> None:
+        """First and last chunk on one rank share the embedding of a tied model."""
+        last = self.layout.chunks - 1
+        if self.model.tied and last > 0 and 0 in self.decoders and last in self.decoders:
+            self.decoders[last].embed_tokens = self.decoders[0].embed_tokens
+
+    def _after_backward(self, chunk: Chunk) -> None:
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                bucket.collect(slot)
+            bucket.reduce_microbatch()
+
+    def cut(self, batch: Batch) -> list[MicroBatch]:
+        """This rank's microbatches of its data-parallel share of a step."""
+        ids, labels = take(batch.ids, self.held).to(self.device), take(batch.labels, self.held).to(self.device)
+        documents = None if batch.documents is None else take(batch.documents, self.held).to(self.device)
+        size = self.layout.micro_batch
+        return [
+            MicroBatch(
+                ids[i : i + size], labels[i : i + size], Tokens(self.held, None if documents is None else documents[i : i + size])
+            )
+            for i in range(0, len(ids), size)
+        ]
+
+    def gradients(self, batch: Batch) -> Tensor:
+        """Forward, backward and reduction of one step; the loss of the whole batch (mean over its valid tokens), as this rank's
+        share: summed over all ranks of the job it is the loss."""
+        batches = self.cut(batch)
+        valid = torch.tensor(float(sum(int((b.labels != IGNORED).sum()) for b in batches)), dtype=torch.float64, device=self.device)
+        count = float(all_reduce(valid, self.mesh.dp_cp).clamp_min(1.0))
+        for bucket in self.buckets:
+            bucket.clear()
+        local = self.pipeline.run(batches, lambda losses: losses.sum() / count)
+        for bucket in self.buckets:
+            bucket.reduce()
+        return local / self.mesh.tp.size
+
+    def step(self, number: int, batch: Batch) -> dict[str, float]:
+        """One step of training; loss and gradient norm before clipping."""
+        local = self.gradients(batch)
+        loss, square = all_reduce_world(torch.stack((local, self.optimizer.squared_norm()))).tolist()
+        norm = square**0.5
+        if not norm < float("inf"):
+            raise AxisplanError(f"step {number + 1}: loss {loss}, gradient norm {norm}: not a number; nothing was updated or saved")
+        clip = self.settings.clip
+        self.optimizer.step(self.rate.at(number), min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+        return {"loss": loss, "grad_norm": norm}
+
+    def batch(self, source: Source, number: int) -> Batch:
+        """This rank's sequences of step ``number``."""
+        return source.batch(indices_of(number, self.settings.global_batch, self.layout.dp, self.mesh.dp))
+
+
+def run(
+    model: ModelSpec, layout: Layout, settings: TrainSettings, device: torch.device, source: Source | None = None,
+    record: Callable[[dict[str, Any]], None] | None = None,
+) -> None:  # fmt: skip
+    """Train. Rank 0 hands each step's record to ``record`` (default: one JSON line on stdout)."""
+    memory = Memory(device)
+    source = source or open_data(model, settings)
+    trainer = Trainer(model, layout, settings, device)
+    for number in range(settings.steps):
+        start = time.perf_counter()
+        done = trainer.step(number, trainer.batch(source, number))
+        seconds = time.perf_counter() - start
+        line = {
+            "step": number + 1,
+            **done,
+            "seconds": seconds,
+            "tokens_per_second": settings.seq_len * settings.global_batch / seconds,
+        }
+        line["peak_bytes"] = memory.peak_of_all()
+        if dist.get_rank() == 0:
+            (record or print_record)(line)
+
+
+def open_data(model: ModelSpec, settings: TrainSettings) -> TokenFile:
+    """The settings' prepared data; text files are tokenised as bytes beside the run's output first (by rank 0 alone)."""
+    from planner.runtime.data import prepare
+
+    if not settings.data:
+        raise InputError("data", "", "name a prepared folder or text files")
+    folder = settings.data[0]
+    if not folder.is_dir():
+        folder = (settings.out or Path(".")) / "data"
+        if dist.get_rank() == 0:
+            prepare(settings.data, folder)
+        dist.barrier()
+    return TokenFile(folder, settings.seq_len, settings.seed, settings.reset_documents, model.vocab)
+
+
+def print_record(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,48 @@
+"""Fixtures of the runtime's tests: processes, and results of one process to compare with."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+_spec = importlib.util.spec_from_file_location("axisplan_tests_distributed", Path(__file__).resolve().parents[2] / "distributed.py")
+assert _spec is not None
+assert _spec.loader is not None
+distributed = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(distributed)
+PROGRAMS = Path(__file__).resolve().parent / "programs.py"
+
+
+@pytest.fixture(scope="session")
+def processes() -> Callable[..., list[Any]]:
+    """Run a function of programs.py in ``world`` processes: ``processes(4, "name", argument=...)``."""
+
+    def call(world: int, function: str, timeout: float = 60.0, file: Path = PROGRAMS, **arguments: Any) -> list[Any]:
+        answers: list[Any] = distributed.pool(world).call(file, function, timeout, **arguments)
+        return answers
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def gradients(processes: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Loss and every whole gradient of one step under a layout, gathered from all ranks; made once for each question."""
+    folder = tmp_path_factory.mktemp("gradients")
+    known: dict[str, dict[str, Any]] = {}
+
+    def ask(world: int, layout: str, **facts: Any) -> dict[str, Any]:
+        key = json.dumps([world, layout, facts], sort_keys=True)
+        if key not in known:
+            path = folder / f"{len(known)}.npz"
+            loss = processes(world, "gradients", path=str(path), layout=layout, **facts)[0]
+            with np.load(path) as file:
+                known[key] = {"loss": loss, **{n: file[n] for n in file.files}}
+        return known[key]
+
+    return ask

@@ -1,0 +1,126 @@
+"""What the worker processes of the runtime's tests run. Arguments and results are JSON; tensors go through .npz files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cost_models.layout import Layout
+from planner.runtime.data import Batch, indices_of
+from planner.runtime.train import Trainer, TrainSettings
+from profiles.model import Attention, Layer, Mlp, ModelSpec, uniform
+
+CPU = torch.device("cpu")
+
+
+def model_of(name: str, layers: int = 4, **changes: Any) -> ModelSpec:
+    """Small models, each with something of its own."""
+    fields: dict[str, Any] = {"hidden": 32, "vocab": 67}
+    attention = Attention(heads=8, kv_heads=4, head_dim=8)
+    layer = Layer(mixer=attention, ffn=Mlp(width=64))
+    if name == "llama":
+        fields["norm_eps"] = 1e-5
+    elif name == "mqa":
+        layer = Layer(mixer=Attention(heads=8, kv_heads=1, head_dim=8, qkv_bias=True, qk_norm="head"), ffn=Mlp(width=64))
+    elif name == "gpt":
+        layer = Layer(
+            mixer=Attention(heads=4, kv_heads=4, head_dim=8, qkv_bias=True, output_bias=True),
+            ffn=Mlp(width=128, gated=False, bias=True, activation="gelu_new"),
+        )
+        fields |= {"tied": True, "norm": "layer", "norm_bias": True, "learned_positions": 64}
+    elif name == "window":
+        layer = Layer(mixer=Attention(heads=8, kv_heads=4, head_dim=8, window=5), ffn=Mlp(width=64))
+    else:
+        raise ValueError(name)
+    return uniform(name, layer, layers, **{**fields, **changes})
+
+
+class Synthetic:
+    """Sequences made from their numbers; ``mask`` leaves out labels: ``random`` half of them, ``one`` all but one of each batch."""
+
+    def __init__(self, vocab: int, seq_len: int, mask: str = "none", documents: bool = False) -> None:
+        self.vocab, self.seq_len, self.mask, self.documents = vocab, seq_len, mask, documents
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        rows, masks, ends = [], [], []
+        for i in indices:
+            generator = torch.Generator().manual_seed(1000 + i)
+            rows.append(torch.randint(0, self.vocab, (self.seq_len + 1,), generator=generator))
+            masks.append(torch.rand(self.seq_len, generator=generator) < 0.5)
+            ends.append((torch.rand(self.seq_len, generator=generator) < 0.2).long().cumsum(0))
+        both = torch.stack(rows)
+        labels = both[:, 1:].clone()
+        if self.mask == "random":
+            labels[torch.stack(masks)] = -100
+        elif self.mask == "one":
+            keep = labels[:, 3].clone()
+            labels[:] = -100
+            for row, i in enumerate(indices):
+                if i % 8 == 2:
+                    labels[row, 3] = keep[row]
+        return Batch(both[:, :-1].contiguous(), labels, torch.stack(ends) if self.documents else None)
+
+
+def trainer_of(model: str, layout: str, settings: dict[str, Any], changes: dict[str, Any]) -> Trainer:
+    made = Layout.parse(layout, dist.get_world_size())
+    facts = {"seq_len": 16, "global_batch": 8, "precision": "fp64", "learning_rate": 1e-2, "seed": 3, **settings}
+    return Trainer(model_of(model, **changes), made, TrainSettings.model_validate(facts), CPU)
+
+
+def whole(trainer: Trainer, what: str) -> dict[str, np.ndarray]:
+    """Whole tensors from the boxes that all ranks hold (each element divided by how many hold it)."""
+    names: dict[str, tuple[int, ...]] = {}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    mine = list(trainer.optimizer.pieces(what))
+    dist.all_gather_object(everyone, {p.name: p.shape for p in mine})
+    for part in everyone:
+        names |= part
+    out = {}
+    for name in sorted(names):
+        both = torch.zeros(2, *names[name], dtype=torch.float64)
+        for piece in mine:
+            if piece.name == name:
+                box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+                both[(0, *box)] += piece.tensor.double()
+                both[(1, *box)] += 1
+        dist.all_reduce(both)
+        out[name] = (both[0] / both[1]).numpy()
+    return out
+
+
+def gradients(
+    path: str, layout: str, model: str = "llama", source: dict[str, Any] | None = None, settings: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> float:  # fmt: skip
+    """One step's loss; rank 0 writes every whole gradient to ``path``."""
+    trainer = trainer_of(model, layout, settings or {}, changes or {})
+    data = Synthetic(trainer.model.vocab, trainer.settings.seq_len, **(source or {}))
+    share = indices_of(0, trainer.settings.global_batch, trainer.layout.dp, trainer.mesh.dp)
+    loss = trainer.gradients(data.batch(share))
+    dist.all_reduce(loss)
+    square = trainer.optimizer.squared_norm()
+    dist.all_reduce(square)
+    found = whole(trainer, "gradient")
+    exact = sum(float((g**2).sum()) for g in found.values())
+    assert abs(float(square) - exact) <= 1e-9 * exact, (float(square), exact)
+    if dist.get_rank() == 0:
+        np.savez(path, **found)
+    return float(loss)
+
+
+def losses(
+    layout: str, steps: int, model: str = "llama", source: dict[str, Any] | None = None, settings: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> list[list[float]]:  # fmt: skip
+    """(loss, gradient norm) of each step of a short training."""
+    trainer = trainer_of(model, layout, {"steps": steps, **(settings or {})}, changes or {})
+    data = Synthetic(trainer.model.vocab, trainer.settings.seq_len, **(source or {}))
+    out = []
+    for number in range(steps):
+        done = trainer.step(number, trainer.batch(data, number))
+        out.append([done["loss"], done["grad_norm"]])
+    return out
