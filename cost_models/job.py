@@ -30,6 +30,11 @@ class Job:
     moe_imbalance: float | None = None
     margin: float = 0.08
     memory_limit_bytes: float | None = None
+    lora_rank: int = 0
+    """Rank of LoRA adapters beside every linear layer, the weights themselves frozen; 0 = the weights are trained."""
+    frozen: tuple[str, ...] = ()
+    """Parts of the model that are not trained (``embedding``, ``head``, ``attention``, ``mlp``, ``experts``, ``shared``, ``router``,
+    ``norm``, ``state_space``, ``mtp``)."""
 
     @property
     def tokens(self) -> int:
