@@ -38,12 +38,23 @@ class Group:
     """Ranks from the first to the last member, inclusive."""
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How tokens travel to experts: ``efficiency`` and ``seconds`` of an uneven all-to-all inside a domain, and ``outside``, the
+    share of the bytes between domains that is left where a dispatcher sends one copy of a token to each node (DeepEP, HybridEP)."""
+
+    efficiency: float = 1.0
+    seconds: float = 0.0
+    outside: float = 1.0
+
+
 @dataclass(frozen=True)
 class Network:
     """A cluster as one layout uses it."""
 
     cluster: ClusterSpec
     layout: Layout
+    exchange: Exchange | None = None
 
     def group(self, axis: str) -> Group:
         """The group of ``axis``: a mesh axis, ``cp``'s parts ``ring`` and ``ulysses``, ``dp`` (both parts), ``zero`` (the ranks over which
@@ -55,7 +66,21 @@ class Network:
         group = self.group(axis)
         if group.ranks <= 1 or not bytes:
             return 0.0
+        if axis == "ep" and kind == "all_to_all" and self.exchange is not None:
+            return count * self._exchanged(self.exchange, float(bytes), group)
         return count * _seconds(self.cluster, kind, float(bytes), group.ranks, group.stride)
+
+    def _exchanged(self, exchange: Exchange, bytes: float, group: Group) -> float:
+        """Seconds of one all-to-all of tokens: the slower of what stays inside the innermost domain and what leaves it."""
+        inside = min(group.ranks, max(1, int(self.cluster.levels[0].size // max(group.stride, 1.0))))
+        seconds = 0.0
+        if inside > 1:
+            part = bytes * inside / group.ranks / exchange.efficiency
+            seconds = _seconds(self.cluster, "all_to_all", part, inside, group.stride)
+        if inside < group.ranks:
+            whole = _seconds(self.cluster, "all_to_all", bytes * exchange.outside, group.ranks, group.stride)
+            seconds = max(seconds, whole)
+        return seconds + exchange.seconds
 
     def sent(self, kind: str, axis: str, bytes: float, count: float = 1) -> dict[str, float]:
         """Wire bytes of one rank by the name of the level they travel on: inside a domain and, for the share that leaves it, outside."""
@@ -70,7 +95,8 @@ class Network:
             here = int(inside)
             if here > below:
                 if kind == "all_to_all":
-                    out[level.name] = bytes * (here - below) / group.ranks * count
+                    left = self.exchange.outside if self.exchange is not None and axis == "ep" and below > 1 else 1.0
+                    out[level.name] = bytes * (here - below) / group.ranks * count * left
                 else:
                     out[level.name] = wire_bytes(kind, bytes / below, here / below) * count
                 below = here

@@ -29,6 +29,10 @@ ARCHITECTURES = {
 JITTER = {1: 1.0, 2: 1.1, 4: 1.13, 8: 1.5}
 """Growth of the launch floor with TP: every process must be ready for every collective, so jitter takes the slowest. Measured on
 vTrain's single-node runs, hidden 1024: 3.05 ms a layer at TP 1, 3.35, 3.45, 4.6-4.8 at TP 2, 4, 8 (modelling-notes.md section 7)."""
+UNFUSED_ACTIVATIONS = {"relu2": (2.0, 2.3), "silu": (1.7, 2.0), "gelu": (1.0, 1.0), "clamped_swiglu": (8.7, 9.0)}
+"""(forward, backward) bytes of an activation run kernel by kernel over those of one fused kernel: squared ReLU is a ReLU and a square;
+SwiGLU a sigmoid-product and a product; GPT-OSS's clamp, bias, scale and SwiGLU are about 13 passes, 52 and 90 bytes an element
+instead of 6 and 10 (modelling-notes.md section 9: a hypothesis that explains B200 exactly and GB200 half)."""
 PARTIAL_GRAPHS = 0.5
 """Share of the host's launches left where only attention and router are captured in CUDA graphs (an estimate)."""
 
@@ -114,6 +118,26 @@ def kernel_speed(kernel: str, arch: str) -> float:
     """Speed of an attention kernel relative to the GPU's own attention curve."""
     by_arch = kernel_table()[kernel]
     return float(by_arch.get(arch, by_arch["other"])["value"])
+
+
+def with_activation(
+    operations: Iterable[Operation], activation: str, execution: Execution, *, backward: bool = False
+) -> tuple[Operation, ...]:
+    """``operations`` with the activation's traffic as this framework runs it."""
+    if activation not in execution.unfused_activations:
+        return tuple(operations)
+    factor = UNFUSED_ACTIVATIONS.get(activation, (1.0, 1.0))[backward]
+    out: list[Operation] = []
+    for op in operations:
+        if isinstance(op, Pointwise) and op.name.endswith("_activation"):
+            op = replace(op, bytes=op.bytes * factor, kernels=op.kernels * round(factor))
+        out.append(op)
+    return tuple(out)
+
+
+def floats(compute: Compute) -> Compute:
+    """The same in plain numbers."""
+    return Compute(float(compute.matmul), float(compute.attention), float(compute.pointwise), float(compute.kernels))
 
 
 def in_ring_blocks(operations: Iterable[Operation], ring: int) -> tuple[Operation, ...]:

@@ -1,28 +1,30 @@
 """Seconds of one microbatch through one layer, embedding or head on one rank: forward, recompute, input gradient, weight gradient.
 
 What a layer costs depends on few of a layout's degrees (``layer_key``), so that ten thousand layouts share a few hundred prices:
-``unit_seconds`` is cached on them. A unit is a layer kind by its index in the model, ``EMBEDDING`` or ``HEAD``.
+``unit_seconds`` is cached on them. A unit is a layer kind by its index in the model, ``EMBEDDING``, ``HEAD``
+or ``MTP``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from cost_models.communication import Network, Pass, add_bytes, bytes_by_link, exposed, hidden, paired
-from cost_models.compute import Compute, host_seconds, in_ring_blocks, is_host, price
+from cost_models.communication import Exchange, Network, Pass, add_bytes, bytes_by_link, exposed, hidden, paired
+from cost_models.compute import Compute, floats, host_seconds, in_ring_blocks, is_host, price, with_activation
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
-from cost_models.layers import embedding_operations, head_operations, layer_operations
+from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import Layout, RecomputeRule
+from cost_models.moe_ops import expected_distinct
 from cost_models.recompute import recomputed
-from cost_models.weights import unit_weights
-from profiles.model import Moe
+from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights, mtp_weights
+from profiles.model import Layer, Moe
 from profiles.operations import Collective, Operation
 
-EMBEDDING, HEAD = -1, -2
-"""Units that are not layers."""
+EMBEDDING, HEAD, MTP = -1, -2, -3
+"""Units that are not layers of the pattern."""
 NO_RECOMPUTE = RecomputeRule(0, None, "none")
 
 
@@ -77,6 +79,13 @@ def layer_key(job: Job, layout: Layout) -> Layout:
     return layout.with_(**fields)
 
 
+def kind_of(job: Job, unit: int) -> Layer:
+    """The layer of a unit: an empty one for embedding and head, the model's last for MTP."""
+    if unit == MTP:
+        return job.model.layer(job.model.num_layers - 1)
+    return job.model.kinds[unit] if unit >= 0 else Layer(norms=0)
+
+
 def unit_seconds(job: Job, layout: Layout, unit: int, rule: RecomputeRule = NO_RECOMPUTE) -> UnitSeconds:
     """Seconds of ``unit`` (a layer kind's index, EMBEDDING or HEAD) under recompute ``rule``, for one microbatch."""
     return _unit(job, layer_key(job, layout), unit, RecomputeRule(0, None, rule.mode, rule.modules))
@@ -89,17 +98,42 @@ def unit_cost(job: Job, key: Layout, unit: int) -> LayerCost:
         return embedding_operations(job, key)
     if unit == HEAD:
         return head_operations(job, key)
+    if unit == MTP:
+        return mtp_operations(job, key)
     return layer_operations(job, key, job.model.kinds[unit])
+
+
+@lru_cache(maxsize=4096)
+def unit_weights(job: Job, layout: Layout, unit: int) -> Holding:
+    """What one rank holds of a unit's weights before ZeRO shards them."""
+    model = job.model
+    if unit == EMBEDDING:
+        weights = embedding_weights(model)
+    elif unit == HEAD:
+        weights = head_weights(model, shares_embedding=model.tied and layout.pp == 1)
+    else:
+        weights = mtp_weights(model) if unit == MTP else layer_weights(model, model.kinds[unit])
+    return hold(weights, layout, job.execution)
+
+
+def gather_bytes(job: Job, held: Holding) -> tuple[float, float]:
+    """Bytes of the gathered (dense, expert) parameters: linear layers' in one byte where the framework stores them so."""
+    wide = 4.0 if job.precision == "fp32" else job.execution.gather_bytes
+    narrow = 1.0 if job.precision in ("fp8", "mxfp8") and job.execution.fp8_parameters else wide
+    return (
+        wide * (held.dense - held.dense_linear) + narrow * held.dense_linear,
+        wide * (held.expert - held.expert_linear) + narrow * held.expert_linear,
+    )
 
 
 @lru_cache(maxsize=16384)
 def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
-    cost = unit_cost(job, key, unit)
-    network = Network(job.cluster, key)
-    again = recomputed(cost.forward, rule) if unit >= 0 else ()
-    moe = unit >= 0 and isinstance(job.model.kinds[unit].ffn, Moe)
+    cost = with_activations(job, unit, unit_cost(job, key, unit))
+    network = Network(job.cluster, key, exchange_of(job, key, unit))
+    again = recomputed(cost.forward, rule)
+    moe = isinstance(kind_of(job, unit).ffn, Moe)
     sync = job.execution.moe_sync_seconds if moe and not key.capacity and job.execution.graphs != "full" else 0.0
-    floor = unit >= 0
+    floor = unit >= 0 or unit == MTP
     forward = _pass(job, network, cost.forward, "forward", floor=floor, extra=sync)
     backward_input = _pass(job, network, cost.backward_input, "backward_input", floor=floor)
     backward_weight = _pass(job, network, cost.backward_weight, "backward_weight")
@@ -119,6 +153,35 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     return UnitSeconds(forward, recompute, backward_input, backward_weight, sent, flops, saving, gather, scatter, f, b, w)
 
 
+def with_activations(job: Job, unit: int, cost: LayerCost) -> LayerCost:
+    """``cost`` with the feed-forward's activation as the framework runs it (``TimeFacts.unfused_activations``)."""
+    ffn, execution = kind_of(job, unit).ffn, job.execution
+    if ffn is None or not execution.unfused_activations:
+        return cost
+    name = "clamped_swiglu" if job.model.family == "gpt_oss" else ffn.activation
+    return replace(
+        cost,
+        forward=with_activation(cost.forward, name, execution),
+        backward_input=with_activation(cost.backward_input, name, execution, backward=True),
+    )
+
+
+def exchange_of(job: Job, layout: Layout, unit: int) -> Exchange | None:
+    """How this unit's tokens travel: DeepEP and HybridEP send one copy of a token to each node that holds one of its experts."""
+    moe = kind_of(job, unit).ffn
+    if not isinstance(moe, Moe) or layout.ep == 1:
+        return None
+    execution = job.execution
+    outside = 1.0
+    ranks, nodes = layout.ep, -(-layout.ep * layout.etp // job.cluster.gpus_per_node)
+    if layout.dispatcher in ("deepep", "hybridep") and nodes > 1:
+        reached = float(expected_distinct(moe.experts, moe.top_k, nodes))
+        if moe.groups > 1:
+            reached = min(reached, float(moe.top_groups) * max(1.0, nodes / moe.groups))
+        outside = min(1.0, reached / float(expected_distinct(moe.experts, moe.top_k, ranks)))
+    return Exchange(execution.exchange_efficiency, execution.exchange_seconds, outside)
+
+
 def _pass(
     job: Job, network: Network, operations: tuple[Operation, ...], which: Pass, *, floor: bool = False, extra: float = 0.0
 ) -> PassSeconds:
@@ -128,7 +191,7 @@ def _pass(
         return PassSeconds()
     if layout.ring > 1 and layout.cp_kind != "allgather":
         operations = in_ring_blocks(operations, layout.ring)
-    compute = price(job.cluster.gpu, execution, operations)
+    compute = floats(price(job.cluster.gpu, execution, operations))
     exposures = exposed(network, execution, operations, which, compute)
     host = extra
     if floor:
@@ -146,7 +209,7 @@ def sharded_collectives(job: Job, network: Network, unit: int) -> tuple[float, f
         return 0.0, 0.0
     weights = unit_weights(job, layout, unit)
     execution = job.execution
-    gather = weights.gather_bytes(job)
+    gather = gather_bytes(job, weights)
     grad = execution.reduce_bytes
     g = network.seconds("all_gather", "zero", gather[0]) + network.seconds("all_gather", "edp_shard", gather[1])
     r = network.seconds("reduce_scatter", "zero", grad * weights.dense) + network.seconds(
@@ -166,8 +229,8 @@ def _add_sharded_bytes(job: Job, network: Network, unit: int, sent: dict[str, di
     weights = unit_weights(job, layout, unit)
     gathers = 0.0 if layout.zero == 2 or gathers_once(job, layout) else execution.gathers_per_microbatch
     for axis, count, wire, group in (
-        ("dp", weights.dense, weights.gather_bytes(job)[0], "zero"),
-        ("edp", weights.expert, weights.gather_bytes(job)[1], "edp_shard"),
+        ("dp", weights.dense, gather_bytes(job, weights)[0], "zero"),
+        ("edp", weights.expert, gather_bytes(job, weights)[1], "edp_shard"),
     ):
         add_bytes(sent, axis, network.sent("all_gather", group, wire), gathers)
         add_bytes(sent, axis, network.sent("reduce_scatter", group, execution.reduce_bytes * count))

@@ -15,11 +15,11 @@ from cost_models.flops import flops_per_token
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.memory import StageMemory, stage_memory
-from cost_models.passes import EMBEDDING, HEAD, NO_RECOMPUTE, PassSeconds, layer_key, unit_cost, unit_seconds
+from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, PassSeconds, layer_key, unit_cost, unit_seconds, unit_weights
 from cost_models.pipeline import Timeline, simulate
 from cost_models.uncertainty import interval
+from cost_models.states import Holding
 from cost_models.update import Update, update_seconds
-from cost_models.weights import Weights, unit_weights
 from profiles.operations import Matmul
 
 Part = tuple[int, RecomputeRule]
@@ -39,7 +39,7 @@ class ChunkSeconds:
     backward_input: float
     backward_weight: float
     parts: tuple[tuple[Part, int], ...]
-    weights: Weights
+    weights: Holding
     saving: tuple[float, float]
 
 
@@ -159,9 +159,9 @@ def chunk_parts(job: Job, layout: Layout) -> list[tuple[tuple[Part, int], ...]]:
             counts[model.pattern[index], RecomputeRule(0, None, rule.mode, rule.modules)] += 1
         if chunk == layout.chunks - 1:
             counts[HEAD, NO_RECOMPUTE] += 1
-            for _ in range(model.mtp):
-                counts[model.pattern[-1], RecomputeRule(0, None, rules.of(model.num_layers - 1).mode)] += 1
-                counts[HEAD, NO_RECOMPUTE] += 1
+            if model.mtp:
+                last = rules.of(model.num_layers - 1)
+                counts[MTP, RecomputeRule(0, None, last.mode, last.modules)] += model.mtp
         out.append(tuple(counts.items()))
     return out
 
@@ -180,7 +180,7 @@ def chunk_seconds(job: Job, layout: Layout) -> list[ChunkSeconds]:
 
 def _chunk(job: Job, layout: Layout, key: Layout, parts: tuple[tuple[Part, int], ...]) -> ChunkSeconds:
     f = b = w = save_f = save_b = 0.0
-    weights = Weights()
+    weights = Holding()
     for (unit, rule), count in parts:
         seconds = unit_seconds(job, key, unit, rule)
         f, b, w = f + count * seconds.f, b + count * seconds.b, w + count * seconds.w
@@ -192,7 +192,7 @@ def _chunk(job: Job, layout: Layout, key: Layout, parts: tuple[tuple[Part, int],
 def rank_update(job: Job, layout: Layout, chunks: list[ChunkSeconds], rank: int) -> Update:
     """Gradient reduction, parameter gathering and optimizer of pipeline rank ``rank``."""
     held = [chunks[c] for c in ranks_chunks(layout, rank)]
-    weights = Weights()
+    weights = Holding()
     for chunk in held:
         weights = weights + chunk.weights
     matrices: tuple[Matmul, ...] = ()

@@ -22,8 +22,8 @@ class TimeFacts:
     """Time of pointwise kernels over their counted bytes at the achieved memory rate."""
     optimizer_traffic: float = 34.0
     """Bytes read and written a parameter of the shard in the optimizer step, gradient norm included."""
-    activation_traffic: float = 1.0
-    """Factor on the feed-forward activation's bytes where a model's activation is not fused (GPT-OSS's clamped SwiGLU)."""
+    unfused_activations: tuple[str, ...] = ()
+    """Activations that run as a chain of pointwise kernels (names as in ``compute.UNFUSED_ACTIVATIONS``)."""
 
     # -- host -----------------------------------------------------------------------------------------------------------
     host_layer_seconds: float = 1.0e-3
@@ -63,6 +63,10 @@ class TimeFacts:
     """Interleaved schedules send and receive beside work; plain 1F1B blocks."""
     p2p_blocking: bool = True
     """Plain 1F1B: both ranks wait for the transfer."""
+    exchange_seconds: float = 60.0e-6
+    """Added to each all-to-all of tokens: split sizes, uneven parts."""
+    exchange_efficiency: float = 0.75
+    """Rate of an all-to-all of uneven parts over the equal-parts rate, inside a domain."""
     ep_overlap: bool = False
     """All-to-all of one microbatch runs beside another's work, whatever the schedule."""
     cp_overlap: bool = True

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from cost_models.communication import INTERFERENCE, Network, add_bytes
 from cost_models.job import Job
 from cost_models.layout import Layout
-from cost_models.passes import gathers_once
-from cost_models.weights import Weights
+from cost_models.passes import gather_bytes, gathers_once
+from cost_models.states import Holding
 from profiles.operations import Matmul
 
 USABLE = 0.8
@@ -48,7 +48,7 @@ class Update:
 
 
 def update_seconds(
-    job: Job, layout: Layout, weights: Weights, *, forward: float, backward: float, matrices: tuple[Matmul, ...] = ()
+    job: Job, layout: Layout, weights: Holding, *, forward: float, backward: float, matrices: tuple[Matmul, ...] = ()
 ) -> Update:
     """The update of a rank that holds ``weights`` and whose one microbatch takes ``forward`` and ``backward`` seconds in all its
     chunks; ``matrices``: its weight-gradient products, for an optimizer that works on whole matrices."""
@@ -57,7 +57,7 @@ def update_seconds(
     reduce: dict[str, float] = {}
     gather: dict[str, float] = {}
     once = layout.zero < 2 or (layout.zero == 3 and gathers_once(job, layout) and not execution.reduce_every_microbatch)
-    gathered = weights.gather_bytes(job)
+    gathered = gather_bytes(job, weights)
     parts = (
         ("dp", weights.dense, gathered[0], "zero", "dp_replicate", layout.dp_shard * layout.cp),
         ("edp", weights.expert, gathered[1], "edp_shard", "edp_replicate", layout.edp_shard),
@@ -109,7 +109,7 @@ def _exposed(time: float, size: float, bucket: float, window: float, overlap: bo
     return last + max(0.0, rest - window) + INTERFERENCE * min(rest, window)
 
 
-def optimizer_seconds(job: Job, layout: Layout, weights: Weights, matrices: tuple[Matmul, ...] = ()) -> float:
+def optimizer_seconds(job: Job, layout: Layout, weights: Holding, matrices: tuple[Matmul, ...] = ()) -> float:
     """Seconds of the optimizer step on the rank's shard, gradient norm included; on the host where its state is offloaded."""
     sharded = layout.zero >= 1
     dense = weights.dense / (layout.dp_shard * layout.cp if sharded else 1)
