@@ -1,7 +1,7 @@
 """Names and files of GPUs, links and clusters: what ships with the package, what a user writes, what the profiler writes.
 
-A GPU file holds a ``GpuProfile``; a cluster file a ``ClusterSpec`` in which ``gpu`` and each level's ``link`` are a name or the whole
-thing. ``like: NAME`` at the top of a shipped file starts from another one and replaces what is given (mappings key by key).
+A GPU file holds a ``GpuProfile``; a cluster file a ``ClusterSpec`` in which ``gpu`` and each level's ``link`` are a name or the
+whole thing. ``like: NAME`` at the top of a shipped file starts from another one and replaces what is given (mappings key by key).
 """
 
 from __future__ import annotations
@@ -61,13 +61,18 @@ def _build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
         place = ".".join(str(part) for part in first["loc"]) or kind.__name__
         nearest = None
         if first["type"] == "unexpected_keyword_argument":
-            known = [name for known_type in (GpuProfile, Link, ClusterSpec) for name in TypeAdapter(known_type).json_schema().get("properties", {})]
-            nearest = next(iter(difflib.get_close_matches(str(first["loc"][-1]), known, 1)), None)
+            nearest = next(iter(difflib.get_close_matches(str(first["loc"][-1]), _field_names(kind), 1)), None)
             rule = "no such field"
         else:
             rule = first["msg"].removeprefix("Value error, ")
         shown = first["input"] if isinstance(first["input"], (int, float, str)) else type(first["input"]).__name__
         raise InputError(f"{where}: {place}", shown, rule, nearest) from error
+
+
+def _field_names(kind: type[T]) -> list[str]:
+    """Field names of a file of this kind, nested ones too."""
+    schema: dict[str, Any] = TypeAdapter(kind).json_schema()
+    return [name for part in [schema, *schema.get("$defs", {}).values()] for name in part.get("properties", {})]
 
 
 def _merged(base: Any, over: Any) -> Any:
@@ -159,7 +164,9 @@ def _completed(data: dict[str, Any], where: str) -> dict[str, Any]:
     data.pop("aliases", None)
 
     def gpu(value: Any) -> GpuProfile:
-        return load_gpu(value) if isinstance(value, str) else _build(GpuProfile, value if isinstance(value, dict) else {}, f"{where}: gpu")
+        if isinstance(value, str):
+            return load_gpu(value)
+        return _build(GpuProfile, value if isinstance(value, dict) else {}, f"{where}: gpu")
 
     pools = data.get("pools") or []
     if isinstance(pools, list) and all(isinstance(pool, dict) for pool in pools) and pools:
@@ -292,8 +299,8 @@ def _row(field: str, constant: Constant) -> Row:
 
 
 UNITS = {
-    "efficiency": "of peak", "t0_seconds": "s", "alpha_seconds": "s", "m0": "rows", "n0": "columns", "k0": "elements", "s0": "tokens",
-    "f0_flops": "FLOP", "g": "exponent", "memory_bytes_per_second": "B/s", "bytes_per_second": "B/s each way per GPU",
+    "efficiency": "of peak", "t0_seconds": "s", "alpha_seconds": "s", "m0": "rows", "n0": "columns", "k0": "elements",
+    "s0": "tokens", "f0_flops": "FLOP", "g": "exponent", "memory_bytes_per_second": "B/s", "bytes_per_second": "B/s each way per GPU",
     "sqrt_seconds": "s/sqrt(B)", "tokens0": "tokens", "w0": "SMs/tile", "padding": "share", "weight_gradient": "x forward",
     "fp8_speed": "x bf16", "full_share": "of s0", "quantise_multiplier": "x 3mk bytes", "heldout_error": "fraction",
     "head_dim_speed": "x head 128", "backward_ratio": "x forward",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from pydantic import Field
@@ -74,7 +75,7 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         sizes = [level.size for level in self.levels]
-        if any(small >= large for small, large in zip(sizes, sizes[1:], strict=False)):
+        if any(small >= large for small, large in pairwise(sizes)):
             raise ValueError(f"levels must grow outwards: {sizes}")
         if sizes[-1] < self.gpus:
             raise ValueError(f"the last level holds {sizes[-1]} of {self.gpus} GPUs: it must span the cluster")
@@ -132,8 +133,8 @@ class ClusterSpec:
 
         Within a domain: the link's own curve. Across domains the rings are pipelined, so the slowest level sets the bandwidth term
         and latencies add: ``sum of alphas + max_l(S/(n_l B_l)) + c sqrt(S)``, where n_l ranks of the group sit in one domain below
-        level l and each brings its own NIC. An all-to-all sends each level's part over that level. An all-reduce takes the faster of
-        ring and tree. ``sharing``: groups that use one NIC (or one shared bus) at once. A send_recv goes over the level that holds
+        level l and each brings its own NIC. An all-to-all sends each level's part over that level. An all-reduce takes the faster
+        of ring and tree. ``sharing``: groups that use one NIC (or one shared bus) at once. A send_recv goes over the level that holds
         both ends, ``stride`` apart. Arrays welcome everywhere.
         """
         if kind == "send_recv":
@@ -197,5 +198,3 @@ class ClusterSpec:
             root = np.maximum(root, used * c * np.sqrt(part))
             below = here
         return alpha + rate + root
-
-

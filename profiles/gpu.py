@@ -31,6 +31,13 @@ TILE_ROWS = 128
 """Query rows of one attention tile, and the row tile to which grouped products pad (FlashAttention, CUTLASS defaults)."""
 
 
+LIKE: dict[str, tuple[str, ...]] = {
+    "fp16": ("bf16",), "bf16": ("fp16", "fp32"), "fp8": ("mxfp8", "bf16", "fp16"), "mxfp8": ("fp8", "bf16"),
+    "nvfp4": ("mxfp8", "fp8", "bf16"), "tf32": ("bf16", "fp16", "fp32"), "fp32": ("bf16", "fp16"), "fp64": ("fp32", "bf16"),
+}  # fmt: skip
+"""Whose curve prices a precision that has none of its own, best first."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class Constant:
     """One number with its unit (scope in the field's name), origin and source."""
@@ -64,32 +71,42 @@ class MatmulCurve:
     hot: bool = True
     heldout_error: float | None = None
 
-    def seconds(
-        self, peak: float, m: Number, n: Number, k: Number, batch: Number = 1, *, item: float = 2.0, out: float = 2.0,
-        floor_flops: float = 0.0, t0: float | None = None,
-    ) -> Number:  # fmt: skip
-        """Seconds of ``batch`` products in one kernel; ``item``/``out`` bytes an element read/written, ``floor_flops`` = F*."""
+    def busy(self, peak: float, m: Number, n: Number, k: Number, batch: Number, moved: Number, floor_flops: float) -> Number:
+        """Seconds without t0 of ``batch`` products in one kernel that move ``moved`` bytes; ``floor_flops`` is F*."""
         flops = 2.0 * m * n * k * batch
         fill = (1 + self.m0 / m) * (1 + self.n0 / n) * (1 + self.k0 / k)
         derate = (1 + np.maximum(flops, floor_flops if self.hot else 0.0) / self.f0_flops) ** self.g
+        return np.maximum(flops / (self.efficiency * peak) * fill * derate, moved / self.memory_bytes_per_second)
+
+    def seconds(
+        self,
+        peak: float,
+        m: Number,
+        n: Number,
+        k: Number,
+        batch: Number = 1,
+        *,
+        item: float = 2.0,
+        out: float = 2.0,
+        floor_flops: float = 0.0,
+    ) -> Number:
+        """Seconds as the samples were measured, cast of the activation included where it was; ``item``/``out`` bytes an element."""
         moved = (item * k * (m + n) + out * m * n) * batch
-        compute = flops / (self.efficiency * peak) * fill * derate
-        return (self.t0_seconds if t0 is None else t0) + np.maximum(compute, moved / self.memory_bytes_per_second)
+        cast = self.quantise_multiplier * 3.0 * m * k * batch / self.memory_bytes_per_second
+        return self.t0_seconds + cast + self.busy(peak, m, n, k, batch, moved, floor_flops)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GroupedCurve:
-    """Grouped products (experts) of one precision, balanced: the plain form with ``tokens0`` in the place of m0 and rows padded
-    towards whole tiles (``padding`` 0: not at all, 1: fully). ``weight_gradient`` multiplies the time of the product that sums over
-    each group's tokens. ``t0_seconds`` is one grouped product's share of what surrounds it."""
+    """How grouped products (experts, balanced) differ from a plain product of the same precision: T tokens a group stand for m,
+    ``tokens0`` for m0, rows are padded towards whole tiles (``padding`` 0: not at all, 1: fully), ``efficiency`` is relative to the
+    plain product and never above it. ``weight_gradient`` multiplies the time of the product that sums over each group's tokens;
+    ``t0_seconds`` is one grouped product's share of what the kernel does besides."""
 
-    efficiency: float = Field(gt=0, le=1.5)
     tokens0: float = Field(ge=0)
-    n0: float = Field(ge=0)
-    k0: float = Field(ge=0)
     padding: float = Field(ge=0, le=1)
+    efficiency: float = Field(gt=0, le=1)
     t0_seconds: float = Field(ge=0)
-    memory_bytes_per_second: float = Field(gt=0)
     weight_gradient: float = Field(ge=1, le=4)
     origin: Origin
     source: str = Field(min_length=3)
@@ -164,7 +181,14 @@ class GpuProfile:
         if any(peak.value <= 0 for peak in self.peaks.values()):
             raise ValueError("peaks must be positive FLOP/s")
         facts = self.facts
-        for name in ("sms", "memory_reported_bytes", "memory_usable_bytes", "memory_achieved_bytes_per_second", "sustained_matmul_speed"):
+        positive = (
+            "sms",
+            "memory_reported_bytes",
+            "memory_usable_bytes",
+            "memory_achieved_bytes_per_second",
+            "sustained_matmul_speed",
+        )
+        for name in positive:
             if getattr(facts, name).value <= 0:
                 raise ValueError(f"facts.{name} must be positive")
 
@@ -199,27 +223,23 @@ class GpuProfile:
     def peak_flops(self, dtype: str) -> float:
         """Dense datasheet peak, FLOP/s. InputError where the GPU has no such precision."""
         if dtype not in self.peaks:
-            raise InputError("precision", dtype, f"{self.name} has no {dtype} products (it has {', '.join(self.peaks)})", self._nearest(dtype))
+            rule = f"{self.name} has no {dtype} products (it has {', '.join(self.peaks)})"
+            raise InputError("precision", dtype, rule, self._nearest(dtype))
         return self.peaks[dtype].value
 
     def _nearest(self, dtype: str) -> str:
-        order = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",), "nvfp4": ("mxfp8", "fp8", "bf16"), "bf16": ("fp16", "fp32"), "tf32": ("fp32",)}
-        return next((other for other in (*order.get(dtype, ()), "bf16", "fp16", "fp32") if other in self.peaks), next(iter(self.peaks)))
+        return next((other for other in (*LIKE[dtype], "bf16", "fp16", "fp32") if other in self.peaks), next(iter(self.peaks)))
 
     @cached_property
     def curves(self) -> Mapping[str, MatmulCurve]:
         """A curve for every precision that has a peak: measured, or borrowed from the nearest one that has its own."""
         found: dict[str, MatmulCurve] = {}
-        likeness = {
-            "fp16": ("bf16",), "bf16": ("fp16", "fp32"), "mxfp8": ("fp8", "bf16"), "fp8": ("mxfp8", "bf16", "fp16"),
-            "nvfp4": ("mxfp8", "fp8", "bf16"), "tf32": ("bf16", "fp16"), "fp32": ("bf16", "fp16"), "fp64": ("fp32", "bf16"),
-        }  # fmt: skip
         for dtype in self.peaks:
-            like = next((d for d in (dtype, *likeness[dtype], *self.matmul) if d in self.matmul), "")
+            like = next(d for d in (dtype, *LIKE[dtype], *self.matmul) if d in self.matmul)
             curve = self.matmul[like]
             if like != dtype:
-                same = self.peaks[like].value == self.peaks[dtype].value
-                curve = replace(curve, origin="estimate", heldout_error=None, source=f"{like} curve{'' if same else f' at the {dtype} peak'}: {curve.source}")
+                at = "" if self.peaks[like].value == self.peaks[dtype].value else f" at the {dtype} peak"
+                curve = replace(curve, origin="estimate", heldout_error=None, source=f"{like} curve{at}: {curve.source}")
             found[dtype] = curve
         return found
 
@@ -234,17 +254,18 @@ class GpuProfile:
         return min(curve.t0_seconds for curve in self.matmul.values())
 
     def _grouped(self, dtype: str) -> GroupedCurve:
-        """The precision's own grouped curve, or the plain product's form with the padding of a 128-row tile."""
-        if dtype in self.grouped:
-            return self.grouped[dtype]
-        own, bf16 = self.curves[dtype], self.grouped.get("bf16")
-        plain = self.curves.get("bf16", own)
-        if bf16 is not None:
-            scale = own.efficiency / plain.efficiency
-            return replace(bf16, efficiency=bf16.efficiency * scale, origin="estimate", source=f"bf16 experts at the {dtype} peak: {bf16.source}")
+        like = next((d for d in (dtype, "bf16", "fp16") if d in self.grouped), None)
+        if like is not None:
+            known = self.grouped[like]
+            return (
+                known
+                if like == dtype
+                else replace(known, origin="estimate", heldout_error=None, source=f"as {like}: {known.source}")
+            )
+        own = self.curves[dtype]
         return GroupedCurve(
-            efficiency=own.efficiency, tokens0=own.m0, n0=own.n0, k0=own.k0, padding=0.5, t0_seconds=own.t0_seconds, weight_gradient=1.2,
-            memory_bytes_per_second=own.memory_bytes_per_second, origin="estimate", source=f"as the plain {dtype} product: {own.source}",
+            tokens0=own.m0, padding=0.5, efficiency=1.0, t0_seconds=own.t0_seconds, weight_gradient=1.2, origin="estimate",
+            source="as plain products of that many rows",
         )  # fmt: skip
 
     def seconds(self, op: Matmul | GroupedMatmul | Attend | Pointwise, *, sustained: bool = True, kernel: Number = 1.0) -> Number:
@@ -270,23 +291,23 @@ class GpuProfile:
         floor, speed = self._speed(sustained)
         t0 = self._first_byte if curve.quantise_multiplier else curve.t0_seconds
         item, ratio = BYTES[op.dtype], self.facts.weight_gradient_ratio.value if op.weight_gradient else 1.0
-        busy = curve.seconds(peak, op.m, op.n, op.k, op.batch, item=item, out=max(item, 2.0), floor_flops=floor, t0=0.0)
-        return t0 + busy * ratio / speed
+        moved = (item * op.k * (op.m + op.n) + max(item, 2.0) * op.m * op.n) * op.batch
+        return t0 + curve.busy(peak, op.m, op.n, op.k, op.batch, moved, floor) * ratio / speed
 
     def _grouped_matmul(self, op: GroupedMatmul, sustained: bool) -> Number:
-        peak, curve = self.peak_flops(op.dtype), self.grouped_curves[op.dtype]
+        peak, plain, group = self.peak_flops(op.dtype), self.curves[op.dtype], self.grouped_curves[op.dtype]
+        floor, speed = self._speed(sustained)
         rows = np.maximum(op.tokens / op.groups, 1.0)
-        padded = rows * (TILE_ROWS * np.ceil(rows / TILE_ROWS) / rows) ** curve.padding
-        fill = (1 + curve.tokens0 / padded) * (1 + curve.n0 / op.n) * (1 + curve.k0 / op.k)
-        work = 2.0 * padded * op.groups * op.n * op.k / (curve.efficiency * peak * self._speed(sustained)[1]) * fill
-        item, weights = BYTES[op.dtype], op.groups * 1.0 * op.n * op.k
-        rows_in, rows_out = op.tokens * 1.0 * op.k, op.tokens * 1.0 * op.n
+        padded = rows * (TILE_ROWS * np.ceil(rows / TILE_ROWS) / rows) ** group.padding
+        item = BYTES[op.dtype]
+        weights, rows_in, rows_out = 1.0 * op.groups * op.n * op.k, 1.0 * op.tokens * op.k, 1.0 * op.tokens * op.n
         if op.weight_gradient:
             moved = item * (rows_in + rows_out) + max(item, 2.0) * weights
         else:
             moved = item * (rows_in + weights) + max(item, 2.0) * rows_out
-        busy = np.maximum(work, moved / curve.memory_bytes_per_second)
-        return curve.t0_seconds + busy * (curve.weight_gradient if op.weight_gradient else 1.0)
+        shaped = replace(plain, efficiency=plain.efficiency * group.efficiency * speed, m0=group.tokens0)
+        busy = shaped.busy(peak, padded, op.n, op.k, op.groups, moved, floor)
+        return group.t0_seconds + busy * (group.weight_gradient if op.weight_gradient else 1.0)
 
     def _attend(self, op: Attend, sustained: bool, kernel: Number) -> Number:
         if not op.fused:
@@ -306,7 +327,7 @@ class GpuProfile:
         return (curve.t0_seconds + busy) * ratio
 
     def _unfused(self, op: Attend, sustained: bool) -> Number:
-        """Scores and context as batched products over all q_len x k_len pairs (a mask skips nothing); score traffic is Pointwise."""
+        """Scores and context as batched products over all q_len x k_len pairs: a mask skips nothing. Score traffic is Pointwise."""
         batch = op.batch * op.heads
         scores = Matmul(op.q_len, op.k_len, op.qk_dim, op.dtype, batch)
         context = Matmul(op.q_len, op.v_dim, op.k_len, op.dtype, batch)

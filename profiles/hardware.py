@@ -1,7 +1,8 @@
 """What a GPU, a link and a cluster can do: ``GpuProfile.seconds(operation)``, ``Link.seconds(collective)``, ``ClusterSpec``.
 
-One door to four rooms: ``profiles.gpu`` (curves and memory of a GPU), ``profiles.links`` (one collective on one link) and
-``profiles.cluster`` (domains, hierarchical collectives); names and files are in ``profiles.catalogue``. Forms, constants and held-out errors: docs/hardware.md.
+One door to four rooms: ``profiles.gpu`` (curves and memory of a GPU), ``profiles.links`` (one collective on one link),
+``profiles.cluster`` (domains, hierarchical collectives) and ``profiles.catalogue`` (names and files). Forms, constants and held-out
+errors: docs/hardware.md.
 """
 
 from __future__ import annotations

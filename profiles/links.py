@@ -25,8 +25,8 @@ from profiles.operations import Number, wire_bytes
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
 LIKE = {
     "all_reduce": ("reduce_scatter", "all_gather"), "all_gather": ("reduce_scatter", "broadcast", "all_reduce"),
-    "reduce_scatter": ("all_gather", "all_reduce"), "all_to_all": ("send_recv", "all_gather"), "send_recv": ("all_to_all", "all_gather"),
-    "broadcast": ("all_gather", "send_recv"),
+    "reduce_scatter": ("all_gather", "all_reduce"), "all_to_all": ("send_recv", "all_gather"),
+    "send_recv": ("all_to_all", "all_gather"), "broadcast": ("all_gather", "send_recv"),
 }  # fmt: skip
 """Where a link has no row of a kind: whose row prices it."""
 STEPS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "send_recv": 0.0, "broadcast": 1.0}
@@ -89,7 +89,8 @@ class Link:
         for kind in KINDS:
             like = kind if kind in self.curves else next((k for k in LIKE[kind] if k in self.curves), next(iter(self.curves)))
             rows = self.curves[like]
-            table = np.array([(row.ranks, row.alpha_seconds, 1 / row.bytes_per_second, row.sqrt_seconds) for row in rows], dtype=float)
+            values = [(row.ranks, row.alpha_seconds, 1 / row.bytes_per_second, row.sqrt_seconds) for row in rows]
+            table = np.array(values, dtype=float)
             tables[kind] = (table[:, 0], table[:, 1], table[:, 2], table[:, 3])
         return tables
 
