@@ -1,0 +1,236 @@
+"""Samples -> curves: the forms of ``profiles.gpu`` and ``profiles.links``, fitted to what was measured on this machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from profiles import fit
+from profiles.hardware import AttentionCurve, CollectiveCurve, Constant, GpuFacts, GpuProfile, Link, MatmulCurve
+from profiles.measure.plan import LAYER_MIX
+from profiles.measure.samples import Sample, usable
+from profiles.operations import BYTES, Attend, Collective, Matmul, Pointwise, wire_bytes
+
+FEWEST, FEWEST_PRODUCTS = 6, 8
+"""Samples below which a curve of attention, or of matrix products, is not fitted."""
+FEWEST_SIZES = 4
+LARGE = 256
+"""Products with every side at least this are reported apart: the ones training is made of."""
+
+
+class TooFew(Exception):
+    """There is not enough to fit a profile from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative errors (fractions) of a fit on samples it has not seen: median, 90th percentile, how many, and the median among
+    products with every side >= ``LARGE`` (None where there are none)."""
+
+    median: float
+    p90: float
+    count: int
+    median_large: float | None = None
+
+
+def source_of(facts: dict[str, Any]) -> str:
+    """Where, when and with how many workers it was measured."""
+    workers = facts.get("processes", facts.get("world", 1))
+    return f"axisplan profile on {facts.get('host') or 'this machine'}, {facts.get('date', '')}, {workers} at once"
+
+
+def gpu_profile(samples: Sequence[Sample], facts: dict[str, Any]) -> GpuProfile:
+    """The profile that ``samples`` and ``facts`` (see ``gpu_worker``) give. Raises TooFew."""
+    if "launch_seconds" not in facts:
+        raise TooFew("the launch cost was not measured yet")
+    source, cuda = source_of(facts), facts["device"] == "cuda"
+    products: dict[str, list[Sample]] = {}
+    for sample in usable(samples, Matmul):
+        products.setdefault(sample.operation.dtype, []).append(sample)  # type: ignore[union-attr]
+    rate = memory_rate(samples, facts["launch_seconds"], mixed=not cuda)
+    traffic = fastest_traffic(samples, rate)
+    fitted = {d: fit_products(s, source, memory=traffic, derate=cuda) for d, s in products.items() if len(s) >= FEWEST_PRODUCTS}
+    if not fitted:
+        raise TooFew(f"fewer than {FEWEST_PRODUCTS} matrix products of one dtype were measured")
+
+    def constant(value: float, unit: str) -> Constant:
+        return Constant(float(value), unit, "measured", source)
+
+    peaks = {d: constant(peak, "FLOP/s") for d, (peak, _, _) in fitted.items()}
+    matmul = {d: curve for d, (_, curve, _) in fitted.items()}
+    attention = fit_attention(samples, peaks, matmul, facts, source)
+    return GpuProfile(
+        name=str(facts["name"]) if cuda else f"cpu-{facts.get('host') or 'here'}",
+        description=f"{facts['name']}, {facts.get('processes', 1)} processes of {facts.get('threads', 1)} threads measured at once",
+        facts=GpuFacts(
+            sms=constant(facts["sms"], "multiprocessors" if cuda else "process"),
+            memory_reported_bytes=constant(facts["memory_reported_bytes"], "bytes"),
+            memory_usable_bytes=constant(facts["memory_usable_bytes"], "bytes"),
+            context_bytes=constant(facts["context_bytes"], "bytes"),
+            memory_datasheet_bytes_per_second=constant(traffic, "bytes/s"),
+            memory_achieved_bytes_per_second=constant(rate, "bytes/s"),
+            launch_seconds=constant(facts["launch_seconds"], "s"),
+            sustained_flops=constant(0.0, "FLOP"),
+            sustained_matmul_speed=constant(1.0, "of measured"),
+            weight_gradient_ratio=constant(float(np.median([ratio for _, _, ratio in fitted.values()])), "x forward"),
+        ),
+        peaks=peaks,
+        matmul=matmul,
+        attention=attention,
+        host=str(facts.get("host", "")),
+        date=str(facts.get("date", "")),
+    )
+
+
+def fit_products(samples: Sequence[Sample], source: str, *, memory: float, derate: bool) -> tuple[float, MatmulCurve, float]:
+    """(peak = best FLOP/s seen, curve, weight-gradient ratio) of one dtype's samples.
+
+    The ratio is how much further weight gradients are above the curve of all than the other products are; the curve is then fitted
+    again with their times divided by it.
+    """
+    ops: list[Any] = [s.operation for s in samples]
+    peak = max(float(op.flops) / s.seconds for op, s in zip(ops, samples, strict=True))
+    item = BYTES[ops[0].dtype]
+
+    def curve(ratio: float) -> MatmulCurve:
+        rows = [
+            fit.MatmulSample(op.m, op.n, op.k, s.seconds / (ratio if op.weight_gradient else 1.0), op.batch)
+            for op, s in zip(ops, samples, strict=True)
+        ]
+        return fit.fit_matmul(
+            rows, peak=peak, item_bytes=item, out_bytes=max(item, 2.0), memory_bytes_per_second=memory, derate=derate,
+            origin="measured", source=source,
+        ).curve  # fmt: skip
+
+    first = curve(1.0)
+    off: dict[bool, list[float]] = {True: [1.0], False: [1.0]}
+    for op, s in zip(ops, samples, strict=True):
+        expected = first.seconds(peak, op.m, op.n, op.k, op.batch, item=item, out=max(item, 2.0))
+        off[op.weight_gradient].append(s.seconds / float(expected))
+    ratio = float(np.clip(np.median(off[True]) / np.median(off[False]), 0.8, 1.6))
+    return peak, curve(ratio), ratio
+
+
+def fit_attention(
+    samples: Sequence[Sample], peaks: dict[str, Constant], matmul: dict[str, MatmulCurve], facts: dict[str, Any], source: str
+) -> AttentionCurve:
+    """Attention's curve, of the dtype and head size measured most; where too few were measured, half the matrix products' speed
+    (an estimate). Backward over forward: the median over shapes timed both ways, by head size."""
+    dtype = "bf16" if "bf16" in peaks else next(iter(peaks))
+    timed = usable(samples, Attend)
+    own: str = timed[0].operation.dtype if timed else dtype  # type: ignore[union-attr]
+    passes: dict[bool, dict[tuple[int, int, int, int], float]] = {False: {}, True: {}}
+    for s in timed:
+        op: Any = s.operation
+        if op.dtype == own:
+            passes[op.backward][int(op.batch), int(op.q_len), int(op.heads), int(op.qk_dim)] = s.seconds
+    forward, backward = passes[False], passes[True]
+    counts = Counter(key[3] for key in forward)
+    if not counts or max(counts.values()) < FEWEST:
+        why = "half the speed of matrix products: too little attention was timed"
+        return AttentionCurve(
+            efficiency=0.5 * matmul[dtype].efficiency, t0_seconds=1e-5, s0=100, w0=0, head_dim_speed={128: 1.0},
+            backward_ratio={128: 2.5}, origin="estimate", source=why,
+        )  # fmt: skip
+    ratios: dict[int, list[float]] = {}
+    for key in forward.keys() & backward.keys():
+        ratios.setdefault(key[3], []).append(backward[key] / forward[key])
+    base = counts.most_common(1)[0][0]
+    rows = [fit.AttentionSample(batch, length, heads, dim, seconds) for (batch, length, heads, dim), seconds in forward.items()]
+    return fit.fit_attention(
+        rows, peak=peaks[dtype].value, sms=float(facts["sms"]), head_dim=base, origin="measured", source=source,
+        backward_ratio={dim: float(np.median(r)) for dim, r in sorted(ratios.items())} or None,
+    ).curve  # fmt: skip
+
+
+def memory_rate(samples: Sequence[Sample], launch_seconds: float, *, mixed: bool) -> float:
+    """Bytes/s at which pointwise work runs. ``mixed`` (CPU, where exponentials and unfused norms cost more than traffic): what a
+    layer's mix of forms achieves, the geometric mean over sizes; else (GPU) what plain traffic achieves on large tensors.
+    ``launch_seconds`` a kernel are taken off first."""
+    rates: dict[str, list[float]] = {}
+    for s in usable(samples, Pointwise):
+        op: Any = s.operation
+        rates.setdefault(s.form, []).append(op.bytes / max(s.seconds - op.kernels * launch_seconds, 0.2 * s.seconds))
+    if not rates:
+        raise TooFew("no memory traffic was measured")
+    mix = {form: LAYER_MIX[form] for form in rates if form in LAYER_MIX}
+    if mixed and mix:
+        typical = {form: float(np.exp(np.mean(np.log(rates[form])))) for form in mix}
+        return sum(mix.values()) / sum(part / typical[form] for form, part in mix.items())
+    return max(rates.get("add") or next(iter(rates.values())))
+
+
+def fastest_traffic(samples: Sequence[Sample], rate: float) -> float:
+    """The best bytes/s any form reached."""
+    return max([rate, *(float(s.operation.bytes) / s.seconds for s in usable(samples, Pointwise))])  # type: ignore[union-attr]
+
+
+def held_out_errors(profile: GpuProfile, samples: Sequence[Sample]) -> dict[str, Errors]:
+    """Errors by kind of operation and dtype: of matrix products, on the samples kept out of the fit."""
+    found: dict[str, list[tuple[float, bool]]] = {}
+    for s in usable(samples, Matmul, held_out=True):
+        op: Any = s.operation
+        if op.dtype in profile.matmul:
+            error = abs(float(profile.seconds(op, sustained=False)) / s.seconds - 1)
+            found.setdefault(f"matmul {op.dtype}", []).append((error, min(op.m, op.n, op.k) >= LARGE))
+    return {name: _errors(pairs) for name, pairs in found.items()}
+
+
+def _errors(pairs: Sequence[tuple[float, bool]]) -> Errors:
+    errors, large = [e for e, _ in pairs], [e for e, is_large in pairs if is_large]
+    return Errors(
+        float(np.median(errors)), float(np.quantile(errors, 0.9)), len(errors), float(np.median(large)) if large else None
+    )
+
+
+def link(samples: Sequence[Sample], facts: dict[str, Any], *, name: str = "") -> tuple[Link, dict[str, Errors]]:
+    """The link that ``samples`` show, one row a collective and group size, from the samples with most groups at once (as in
+    training), and each row's errors on message sizes held out of it. Raises TooFew."""
+    source = source_of(facts)
+    rows: dict[str, tuple[CollectiveCurve, ...]] = {}
+    errors: dict[str, Errors] = {}
+    best = 0.0
+    for (kind, ranks), timed in sorted(by_curve(samples).items()):
+        if len(timed) < FEWEST_SIZES:
+            continue
+        points = [fit.CollectiveSample(kind, ranks, s.operation.bytes, s.seconds) for s in timed]  # type: ignore[union-attr]
+        found = fit.fit_collective(points, origin="measured", source=source)[kind][0]
+        best = max(best, *(float(wire_bytes(kind, p.bytes, ranks)) / p.seconds for p in points))
+        rows[kind] = (*rows.get(kind, ()), found.curve)
+        errors[f"{kind} over {ranks}"] = Errors(found.heldout_median, found.heldout_p90, found.samples)
+    if not rows:
+        raise TooFew(f"fewer than {FEWEST_SIZES} message sizes of any collective were measured")
+    peak = Constant(best, "bytes/s", "measured", source)
+    made = Link(
+        name=name or f"{facts.get('backend', 'gloo')} on {facts.get('host') or 'this machine'}",
+        peak_bytes_per_second=peak,
+        curves=rows,
+    )
+    return made, errors
+
+
+def no_link(source: str) -> Link:
+    """The link of a machine with one worker: never used, and never fast."""
+    row = CollectiveCurve(
+        ranks=2, alpha_seconds=1e-3, bytes_per_second=1e9, origin="estimate", source="one worker: nothing to measure"
+    )
+    return Link(name="none", peak_bytes_per_second=Constant(1e9, "bytes/s", "estimate", source), curves={"all_reduce": (row,)})
+
+
+def by_curve(samples: Sequence[Sample]) -> dict[tuple[str, int], list[Sample]]:
+    """Samples by (collective, group size), of each axis those with most groups at once."""
+    timed = usable(samples, Collective)
+    most: dict[str, int] = {}
+    for s in timed:
+        axis = s.operation.axis  # type: ignore[union-attr]
+        most[axis] = max(most.get(axis, 1), s.groups)
+    found: dict[tuple[str, int], list[Sample]] = {}
+    for s in timed:
+        op: Any = s.operation
+        if s.groups == most[op.axis]:
+            found.setdefault((op.kind, s.ranks), []).append(s)
+    return found

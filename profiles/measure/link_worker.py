@@ -1,0 +1,157 @@
+"""A worker's part of ``measure_links``: collectives timed in step with the other ranks of its world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from profiles.errors import one_line
+from profiles.measure.bench import Report
+from profiles.measure.gpu_worker import device_facts
+from profiles.measure.kernels import usable_bytes
+from profiles.measure.samples import Sample
+from profiles.measure.timing import Timing, clock_of
+from profiles.measure.together import Together
+from profiles.operations import Collective
+
+Groups = Sequence[Sequence[int]]
+REPEATS = 5
+LONGEST_SHARE = 0.05
+"""A single call may take this share of the budget; larger messages are then left out."""
+MEMORY_SHARE = 0.2
+"""Of a worker's usable memory, how much one message's buffers may take."""
+
+
+def measure_here(
+    device: torch.device, together: Together, *, report: Report, axes: Mapping[str, Groups], kinds: Sequence[str],
+    sizes: Sequence[int], budget_seconds: float, alone: bool = True,
+) -> None:  # fmt: skip
+    """Measures in step with the other workers of the default process group; rank 0's records go to ``report``."""
+    report(
+        {"type": "facts", "facts": {**device_facts(device, together.size), "backend": dist.get_backend(), "world": together.size}}
+    )
+    room = MEMORY_SHARE * min(together.gather(usable_bytes(device, together.size)[1]))
+    world = list(range(together.size))
+    made = {
+        name: [dist.group.WORLD if list(g) == world else dist.new_group(list(g)) for g in groups] for name, groups in axes.items()
+    }
+    plan = list(candidates(axes, kinds, sizes, alone=alone))
+    wire = _Wire(device, together)
+    start = wire.clock.now()
+    reached: dict[tuple[str, str, int], tuple[float, float]] = {}
+    for index, sample in enumerate(plan):
+        op = sample.operation
+        assert isinstance(op, Collective)
+        curve = (op.axis, op.kind, sample.groups)
+        bytes_before, seconds_before = reached.get(curve, (op.bytes, 0.0))
+        left = budget_seconds - (wire.clock.now() - start)
+        expected = seconds_before + max(op.bytes - bytes_before, 0) * _slope(bytes_before, seconds_before)
+        share = max(min(budget_seconds / len(plan), 3 * left / (len(plan) - index)), 0.0)
+        go, share = together.gather(
+            (left > 0 and expected <= max(LONGEST_SHARE * budget_seconds, share) and 2 * op.bytes <= room, share)
+        )[0]
+        if not go:
+            continue
+        done = wire.time(sample, axes[op.axis], made[op.axis], share)
+        if not done.failed and op.bytes >= bytes_before:
+            reached[curve] = (op.bytes, done.seconds)
+        elapsed = min((wire.clock.now() - start) / budget_seconds, 1.0)
+        report({"type": "sample", "section": "links", "done": elapsed, "sample": done.to_json()})
+
+
+def _slope(size: float, seconds: float) -> float:
+    """Seconds a further byte may cost, seen from a message of ``size``: as there, or 1/(0.2 GB/s) where that was latency."""
+    return seconds / size if size >= 1 << 20 else min(seconds / size, 5e-9)
+
+
+def candidates(axes: Mapping[str, Groups], kinds: Sequence[str], sizes: Sequence[int], *, alone: bool = True) -> Iterator[Sample]:
+    """What to time: coarse sizes first, then those between, so that every prefix spans the range. Point-to-point
+    messages only over the smallest groups. ``alone``: one group of an axis by itself as well as all of them at once."""
+    ordered = sorted(sizes)
+    smallest = min(len(groups[0]) for groups in axes.values())
+    seen: set[int] = set()
+    step = max(1, len(ordered) - 1)
+    while len(seen) < len(ordered):
+        for place in range(0, len(ordered), step):
+            if place in seen:
+                continue
+            seen.add(place)
+            for name, groups in axes.items():
+                for kind in kinds:
+                    if kind == "send_recv" and len(groups[0]) > smallest:
+                        continue
+                    for active in sorted({1, len(groups)} if alone else {len(groups)}, reverse=True):
+                        size = _whole(ordered[place], len(groups[0]))
+                        stride = groups[0][1] - groups[0][0]
+                        yield Sample(Collective(kind, name, size), ranks=len(groups[0]), stride=stride, groups=active)
+        step = max(1, step // 2)
+
+
+def _whole(size: int, ranks: int) -> int:
+    """``size`` bytes as whole 4-byte elements for each of ``ranks``."""
+    return max(1, -(-size // (4 * ranks))) * 4 * ranks
+
+
+class _Wire:
+    """One worker's stopwatch for collectives."""
+
+    def __init__(self, device: torch.device, together: Together) -> None:
+        self.device, self.together, self.clock = device, together, clock_of(device)
+
+    def time(self, sample: Sample, groups: Groups, handles: Sequence[Any], budget_seconds: float) -> Sample:
+        """Times the sample in the first ``sample.groups`` groups at once; a repeat lasts as long as its slowest rank."""
+        mine = next((i for i, g in enumerate(groups[: sample.groups]) if self.together.rank in g), None)
+        problem, call = "", None
+        if mine is not None:
+            try:
+                call = collective(sample.operation, list(groups[mine]), handles[mine], self.device)
+            except RuntimeError as error:
+                problem = one_line(error)[:160]
+        problems = [p for p in self.together.gather(problem) if p]
+        if problems:
+            return replace(sample, failed=problems[0])
+        self._run(call, 1)
+        once = max(self.together.gather(self._run(call, 1)))
+        calls = max(1, min(1000, int(budget_seconds / REPEATS / max(once, 1e-7))))
+        times = []
+        for _ in range(REPEATS):
+            self.together.gather(None)
+            times.append(self._run(call, calls) / calls)
+        slowest = [max(repeat) for repeat in zip(*self.together.gather(times), strict=True)]
+        return sample.timed(Timing(tuple(slowest), calls * REPEATS))
+
+    def _run(self, call: Callable[[], object] | None, calls: int) -> float:
+        return self.clock.run(call, calls) if call else 0.0
+
+
+def collective(op: Any, group: list[int], handle: Any, device: torch.device) -> Callable[[], object]:
+    """The torch call of ``op`` in process group ``handle`` of ranks ``group``, its buffers allocated."""
+    ranks, count = len(group), int(op.bytes) // 4
+    full = torch.ones(count, device=device)
+    if op.kind == "all_reduce":
+        full.zero_()
+        return lambda: dist.all_reduce(full, group=handle)
+    if op.kind == "broadcast":
+        return lambda: dist.broadcast(full, src=group[0], group=handle)
+    if op.kind == "all_gather":
+        part = torch.ones(count // ranks, device=device)
+        return lambda: dist.all_gather_into_tensor(full, part, group=handle)
+    if op.kind == "reduce_scatter":
+        part = torch.ones(count // ranks, device=device)
+        return lambda: dist.reduce_scatter_tensor(part, full, group=handle)
+    other = torch.empty_like(full)
+    if op.kind == "all_to_all":
+        return lambda: dist.all_to_all_single(other, full, group=handle)
+    place = group.index(dist.get_rank())
+    ahead, behind = group[(place + 1) % ranks], group[(place - 1) % ranks]
+
+    def exchange() -> None:
+        both = [dist.P2POp(dist.isend, full, ahead, group=handle), dist.P2POp(dist.irecv, other, behind, group=handle)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    return exchange

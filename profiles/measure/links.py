@@ -1,0 +1,165 @@
+"""Measures the links between ranks: each collective over message sizes, for the groups of each mesh axis, one or all at once.
+
+Runs inside any world that torchrun started (``measure_links`` finds itself in one by its environment), over NCCL or gloo, or starts
+one of its own on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from profiles.errors import AxisplanError, InputError
+from profiles.hardware import Link
+from profiles.measure import fitting
+from profiles.measure.gpu import STARTUP_SECONDS, Collector, Progress, check
+from profiles.measure.samples import Sample, save_samples
+from profiles.measure.timing import Noise, noise, others_busy
+from profiles.operations import Collective
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+SIZES = tuple(1 << p for p in range(10, 31, 2))
+"""1 KiB to 1 GiB, in steps of four."""
+Groups = Sequence[Sequence[int]]
+
+
+@dataclass
+class LinkMeasurement:
+    """What ``measure_links`` found; ``link`` is None where too little was measured before an interruption. ``contention`` is how
+    much longer large messages take when all groups of an axis communicate at once, by axis."""
+
+    samples: list[Sample]
+    facts: dict[str, Any]
+    link: Link | None = None
+    held_out: dict[str, fitting.Errors] = field(default_factory=dict)
+    contention: dict[str, float] = field(default_factory=dict)
+    noise: Noise = field(default_factory=lambda: noise([]))
+    interrupted: bool = False
+
+    @property
+    def failures(self) -> list[Sample]:
+        return [s for s in self.samples if s.failed]
+
+    def save_samples(self, path: str | Path) -> None:
+        save_samples(path, self.samples, **self.facts)
+
+
+def default_axes(world: int, *, strided: bool = False) -> dict[str, list[list[int]]]:
+    """Groups of consecutive ranks for every divisor of ``world``; with ``strided`` also those of ranks as far apart as can be."""
+    axes: dict[str, list[list[int]]] = {}
+    for size in (d for d in range(2, world + 1) if world % d == 0):
+        axes[f"{size} ranks"] = [list(range(first, first + size)) for first in range(0, world, size)]
+        if strided and size < world:
+            step = world // size
+            axes[f"{size} ranks, {step} apart"] = [list(range(first, world, step)) for first in range(step)]
+    return axes
+
+
+def check_axes(axes: Mapping[str, Groups], world: int) -> None:
+    """InputError unless each axis is disjoint, equally large groups of ranks below ``world``, two or more in a group."""
+    for name, groups in axes.items():
+        ranks = [r for group in groups for r in group]
+        sizes = {len(group) for group in groups}
+        if len(sizes) != 1 or min(sizes) < 2:
+            raise InputError(f"groups.{name}", list(map(list, groups)), "groups of one size, at least two ranks each")
+        if len(set(ranks)) != len(ranks):
+            raise InputError(f"groups.{name}", list(map(list, groups)), "a rank is in one group of an axis")
+        if min(ranks) < 0 or max(ranks) >= world:
+            raise InputError(f"groups.{name}", max(ranks), f"ranks are 0 to {world - 1} in a world of {world}", world - 1)
+
+
+def measure_links(
+    axes: Mapping[str, Groups] | None = None,
+    *,
+    processes: int | None = None,
+    device: str | None = None,
+    kinds: Sequence[str] = KINDS,
+    sizes: Sequence[int] = SIZES,
+    budget_seconds: float = 120.0,
+    progress: Progress | None = None,
+    threads: int = 1,
+) -> LinkMeasurement | None:
+    """Measures collectives over the groups of ``axes`` (default: consecutive ranks of every size that divides the world).
+
+    Under torchrun every rank calls this, and rank 0 gets the result (the others None). Elsewhere ``processes`` workers are started
+    on this machine. Ctrl-C returns what there is. Raises InputError for impossible groups, kinds or sizes, AxisplanError where a
+    worker fails.
+    """
+    inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    world = int(os.environ["WORLD_SIZE"]) if inside else processes or 4
+    device, _ = check(device, None, 1 if inside else world, budget_seconds)
+    if world < 2:
+        raise InputError("processes", world, "a link needs two", 2)
+    axes = dict(axes) if axes else default_axes(world)
+    check_axes(axes, world)
+    for kind in kinds:
+        if kind not in (*KINDS, "broadcast"):
+            raise InputError("kinds", kind, f"is one of {', '.join((*KINDS, 'broadcast'))}", "all_reduce")
+    if not sizes or min(sizes) < 1:
+        raise InputError("sizes", min(sizes, default=0), "message sizes are positive bytes", 1024)
+    groups = {name: [list(map(int, g)) for g in gs] for name, gs in axes.items()}
+    job = {"axes": groups, "kinds": list(kinds), "sizes": sorted(set(map(int, sizes))), "budget_seconds": budget_seconds}
+    collector, others = Collector(progress), others_busy()
+    interrupted = False
+    try:
+        if inside:
+            _measure_inside(device, collector, job)
+        else:
+            from profiles.measure.launch import run_workers
+
+            limit = STARTUP_SECONDS + 3 * budget_seconds
+            run_workers({"device": device, "links": job}, world, timeout_seconds=limit, on_record=collector, threads=threads)
+    except KeyboardInterrupt:
+        interrupted = True
+    if inside and int(os.environ["RANK"]) != 0:
+        return None
+    return finish(collector, interrupted=interrupted, others=others)
+
+
+def finish(collector: Collector, *, interrupted: bool, others: float) -> LinkMeasurement:
+    """Fits what was collected; after an interruption the link may be None."""
+    samples = [s for s in collector.samples if isinstance(s.operation, Collective)]
+    result = LinkMeasurement(samples, collector.facts, interrupted=interrupted)
+    result.noise = noise([s.spread for s in samples if not s.failed], others=others, threads=int(collector.facts.get("world", 1)))
+    result.contention = contention(samples)
+    try:
+        result.link, result.held_out = fitting.link(samples, collector.facts)
+    except fitting.TooFew as error:
+        if not interrupted:
+            raise AxisplanError(f"profile: {error}; give it a longer budget") from None
+    return result
+
+
+def contention(samples: Sequence[Sample], *, smallest: int = 1 << 20) -> dict[str, float]:
+    """By axis: seconds with all groups at once over seconds with one group alone, the mean of messages of ``smallest`` bytes on."""
+    times: dict[tuple[str, str, int], dict[bool, float]] = {}
+    for s in samples:
+        op = s.operation
+        if isinstance(op, Collective) and not s.failed and op.bytes >= smallest:
+            times.setdefault((op.axis, op.kind, int(op.bytes)), {})[s.groups > 1] = s.seconds
+    ratios: dict[str, list[float]] = {}
+    for (axis, _, _), by in times.items():
+        if len(by) == 2:
+            ratios.setdefault(axis, []).append(by[True] / by[False])
+    return {axis: sum(r) / len(r) for axis, r in ratios.items()}
+
+
+def _measure_inside(device: str, collector: Collector, job: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    from profiles.measure.link_worker import measure_here
+    from profiles.measure.together import Workers
+    from profiles.measure.worker import device_of_worker, join
+
+    own = device_of_worker(device)
+    ours = not dist.is_initialized()
+    if ours:
+        join(own)
+    try:
+        measure_here(own, Workers(), report=collector, **job)
+    finally:
+        if ours:
+            dist.destroy_process_group()

@@ -1,0 +1,116 @@
+"""Which operations to time, in an order of which every prefix is a sensible experiment.
+
+Matrix products: sizes spread evenly over the logarithms of (m, n, k) by an additive recurrence (the R sequence of Roberts, 2018:
+multiples of the inverse of the generalised golden ratio), interleaved with the shapes that training small and large models really
+has. Every fourth of the spread ones is held out of the fit to judge it. Attention and pointwise likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+
+from profiles.measure.samples import Sample
+from profiles.operations import Attend, Matmul, Pointwise
+
+GOLDEN_3 = 1.2207440846057596
+"""Root of x^4 = x + 1: its inverse powers spread points evenly in three dimensions."""
+FORMS = ("forward", "input_gradient", "weight_gradient")
+MODELS = ((256, 768), (512, 1408), (768, 2048), (1024, 2816), (2048, 5632), (4096, 14336), (8192, 28672))
+"""(hidden, MLP width) of Llama-style models, small to large."""
+
+LAYER_MIX = {"add": 15.0, "swiglu": 22.0, "norm": 10.0}
+"""Of a Llama-style layer's pointwise bytes, forward and backward, the part of each form (two residual additions and the rotary
+embedding; a gate 2.75 times as wide as the hidden size; two norms)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is worth timing on a device: smallest and largest side of a product, most FLOPs and bytes of tensors of one call."""
+
+    smallest: int
+    largest: int
+    flops: float
+    bytes: float
+
+
+def matmuls(dtype: str, bounds: Bounds, tokens: Sequence[int]) -> Iterator[Sample]:
+    """Products to time, training shapes and spread ones in turn; without end."""
+    for trained, spread in zip_longest(_training(dtype, bounds, tokens), islice(_spread(dtype, bounds), 400)):
+        if trained is not None:
+            yield trained
+        if spread is not None:
+            yield spread
+
+
+def _training(dtype: str, bounds: Bounds, tokens: Sequence[int]) -> Iterator[Sample]:
+    count = 0
+    for hidden, width in MODELS:
+        for rows in tokens:
+            for out, into in ((hidden, hidden), (width, hidden), (hidden, width)):
+                form = FORMS[count % 3]
+                sides = {"forward": (rows, out, into), "input_gradient": (rows, into, out), "weight_gradient": (out, into, rows)}[
+                    form
+                ]
+                sample = product(dtype, *sides, form)
+                if _within(sample, bounds):
+                    count += 1
+                    yield sample
+
+
+def _spread(dtype: str, bounds: Bounds) -> Iterator[Sample]:
+    low, span = math.log2(bounds.smallest), math.log2(bounds.largest / bounds.smallest)
+    index = kept = 0
+    while index < 20000:
+        index += 1
+        sides = [2 ** (low + span * ((0.5 + index / GOLDEN_3**power) % 1)) for power in (1, 2, 3)]
+        m, n, k = (_round(side) for side in sides)
+        sample = product(dtype, m, n, k, FORMS[kept % 3], held_out=kept % 4 == 3)
+        if _within(sample, bounds):
+            kept += 1
+            yield sample
+
+
+def _round(side: float) -> int:
+    """To a multiple of an eighth of its power of two, at least 8: sides that tensor cores take, and not only powers of two."""
+    step = max(8, 2 ** (int(math.log2(side)) - 3))
+    return max(step, round(side / step) * step)
+
+
+def product(dtype: str, m: int, n: int, k: int, form: str = "forward", *, held_out: bool = False) -> Sample:
+    """A matrix product to time, in one of the three forms of training."""
+    return Sample(Matmul(m, n, k, dtype, weight_gradient=form == "weight_gradient"), form=form, held_out=held_out)
+
+
+def _within(sample: Sample, bounds: Bounds) -> bool:
+    op = sample.operation
+    assert isinstance(op, Matmul)
+    return bool(op.flops <= bounds.flops and 4.0 * (op.m * op.k + op.k * op.n + op.m * op.n) <= bounds.bytes)
+
+
+SEQUENCES = (
+    (512, 4, 1), (1024, 4, 1), (256, 8, 1), (2048, 2, 1), (512, 8, 2), (1024, 8, 1), (2048, 8, 1), (1024, 32, 2), (4096, 8, 1),
+    (4096, 32, 1), (8192, 32, 1), (16384, 16, 1),
+)  # fmt: skip
+"""(tokens, heads, batch) of causal attention."""
+
+
+def attentions(dtype: str, bounds: Bounds, *, head_dims: Sequence[int], longest: int) -> Iterator[Sample]:
+    """Causal attention over sequence lengths, heads and batches at the first of ``head_dims``, every second also backward; from the
+    fifth on also at the others (``profiles.fit`` judges the curve on lengths it holds out)."""
+    for place, (length, heads, batch) in enumerate(SEQUENCES):
+        pairs = length * (length + 1) // 2
+        for head_dim in head_dims[:1] if place < 4 else head_dims:
+            for backward in (False, True) if place % 2 == 0 else (False,):
+                op = Attend(batch, heads, max(1, heads // 4), length, length, head_dim, head_dim, pairs, dtype, backward)
+                if length <= longest and op.flops <= bounds.flops and 16.0 * batch * heads * length * head_dim <= bounds.bytes:
+                    yield Sample(op, form="causal")
+
+
+def pointwises(bounds: Bounds, *, forms: dict[str, int], sizes: Sequence[int]) -> Iterator[Sample]:
+    """Memory traffic of each form of layer work at each of ``sizes`` bytes."""
+    for size in sizes:
+        if size <= bounds.bytes:
+            yield from (Sample(Pointwise(size, kernels), form=form) for form, kernels in forms.items())
