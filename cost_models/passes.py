@@ -19,7 +19,8 @@ from cost_models.layers import embedding_operations, head_operations, layer_oper
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.moe_ops import expected_distinct
 from cost_models.recompute import recomputed
-from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights, mtp_weights
+from cost_models.state_bytes import adapter_weights
+from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
 from profiles.model import Layer, Moe
 from profiles.operations import Collective, Operation
 
@@ -103,16 +104,32 @@ def unit_cost(job: Job, key: Layout, unit: int) -> LayerCost:
     return layer_operations(job, key, job.model.kinds[unit])
 
 
-@lru_cache(maxsize=4096)
-def unit_weights(job: Job, layout: Layout, unit: int) -> Holding:
-    """What one rank holds of a unit's weights before ZeRO shards them."""
+def tensors(job: Job, layout: Layout, unit: int) -> tuple[Weight, ...]:
+    """The weights of a unit, as tensors with their full shapes."""
     model = job.model
     if unit == EMBEDDING:
-        weights = embedding_weights(model)
-    elif unit == HEAD:
-        weights = head_weights(model, shares_embedding=model.tied and layout.pp == 1)
+        return embedding_weights(model)
+    if unit == HEAD:
+        return head_weights(model, shares_embedding=model.tied and layout.pp == 1)
+    return mtp_weights(model) if unit == MTP else layer_weights(model, model.kinds[unit])
+
+
+@lru_cache(maxsize=4096)
+def held_weights(job: Job, layout: Layout, unit: int) -> Holding:
+    """What one rank holds of a unit's weights before ZeRO shards them."""
+    return hold(tensors(job, layout, unit), layout, job.execution)
+
+
+@lru_cache(maxsize=4096)
+def unit_weights(job: Job, layout: Layout, unit: int) -> Holding:
+    """The trained ones among them (all but frozen parts; with LoRA the adapters only): what is reduced, updated and gathered."""
+    weights = tensors(job, layout, unit)
+    if job.lora_rank:
+        weights = tuple(adapter_weights(weights, job.lora_rank))
+    elif job.frozen:
+        weights = tuple(w for w in weights if w.part not in job.frozen)
     else:
-        weights = mtp_weights(model) if unit == MTP else layer_weights(model, model.kinds[unit])
+        return held_weights(job, layout, unit)
     return hold(weights, layout, job.execution)
 
 
@@ -136,7 +153,7 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     floor = unit >= 0 or unit == MTP
     forward = _pass(job, network, cost.forward, "forward", floor=floor, extra=sync)
     backward_input = _pass(job, network, cost.backward_input, "backward_input", floor=floor)
-    backward_weight = _pass(job, network, cost.backward_weight, "backward_weight")
+    backward_weight = _pass(job, network, trained_operations(job, cost.backward_weight), "backward_weight")
     recompute = _pass(
         job, network, again, "forward", floor=floor and rule.mode == "full", extra=sync if rule.mode == "full" else 0.0
     )
@@ -151,6 +168,22 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     f, b, w = forward.seconds, recompute.seconds + backward_input.seconds, backward_weight.seconds
     saving = _paired_saving(job, network, forward, recompute, backward_input, backward_weight)
     return UnitSeconds(forward, recompute, backward_input, backward_weight, sent, flops, saving, gather, scatter, f, b, w)
+
+
+PARTS = {
+    "attention": ("qkv", "q", "k", "v", "projection", "q_down", "q_up", "kv_down", "kv_up"), "mlp": ("mlp_up", "mlp_down"),
+    "experts": ("experts_up", "experts_down"), "shared": ("shared_up", "shared_down", "shared_gate"), "router": ("router",),
+    "head": ("head",), "embedding": ("embedding", "embedding_projection"), "mtp": ("mtp_projection",),
+}  # fmt: skip
+"""Operations of the weight-gradient pass by the part of the model whose weights they work for (``Job.frozen``)."""
+
+
+def trained_operations(job: Job, backward_weight: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """The weight-gradient pass without what frozen weights do not need; LoRA freezes all and its adapters' products are small."""
+    if job.lora_rank:
+        return ()
+    still = {name for part in job.frozen for name in PARTS.get(part, ())}
+    return tuple(op for op in backward_weight if op.name.split(".")[0] not in still) if still else backward_weight
 
 
 def with_activations(job: Job, unit: int, cost: LayerCost) -> LayerCost:
@@ -209,7 +242,7 @@ def sharded_collectives(job: Job, network: Network, unit: int) -> tuple[float, f
         return 0.0, 0.0
     weights = unit_weights(job, layout, unit)
     execution = job.execution
-    gather = gather_bytes(job, weights)
+    gather = gather_bytes(job, held_weights(job, layout, unit))
     grad = execution.reduce_bytes
     g = network.seconds("all_gather", "zero", gather[0]) + network.seconds("all_gather", "edp_shard", gather[1])
     r = network.seconds("reduce_scatter", "zero", grad * weights.dense) + network.seconds(
@@ -227,10 +260,11 @@ def _add_sharded_bytes(job: Job, network: Network, unit: int, sent: dict[str, di
     if layout.zero not in (2, 3):
         return
     weights = unit_weights(job, layout, unit)
+    gathered = gather_bytes(job, held_weights(job, layout, unit))
     gathers = 0.0 if layout.zero == 2 or gathers_once(job, layout) else execution.gathers_per_microbatch
     for axis, count, wire, group in (
-        ("dp", weights.dense, gather_bytes(job, weights)[0], "zero"),
-        ("edp", weights.expert, gather_bytes(job, weights)[1], "edp_shard"),
+        ("dp", weights.dense, gathered[0], "zero"),
+        ("edp", weights.expert, gathered[1], "edp_shard"),
     ):
         add_bytes(sent, axis, network.sent("all_gather", group, wire), gathers)
         add_bytes(sent, axis, network.sent("reduce_scatter", group, execution.reduce_bytes * count))

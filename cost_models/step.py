@@ -18,6 +18,7 @@ from cost_models.memory import StageMemory, stage_memory
 from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, PassSeconds, layer_key, unit_cost, unit_seconds, unit_weights
 from cost_models.pipeline import Timeline, simulate
 from cost_models.uncertainty import interval
+from cost_models.stage_states import ranks_chunks
 from cost_models.states import Holding
 from cost_models.update import Update, update_seconds
 from profiles.operations import Matmul
@@ -134,7 +135,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         seconds=seconds,
         memory=memory,
         limit_bytes=job.limit_bytes,
-        fits=all(stage.device <= job.limit_bytes for stage in memory),
+        fits=all(stage.needed <= job.limit_bytes for stage in memory),
         bytes_sent=bytes_sent(job, layout, chunks, updates, microbatches),
         guessed=guessed,
         busiest_stage=rank,
@@ -206,21 +207,16 @@ def rank_update(job: Job, layout: Layout, chunks: list[ChunkSeconds], rank: int)
             for op in unit_cost(job, key, unit).backward_weight * count
             if isinstance(op, Matmul)
         )
+    ends = job.model.tied and layout.pp > 1 and bool({0, layout.chunks - 1} & set(ranks_chunks(layout, rank)))
     return update_seconds(
         job,
         layout,
         weights,
+        shared=unit_weights(job, layout, EMBEDDING).dense if ends else 0.0,
         forward=sum(c.forward for c in held),
         backward=sum(c.backward_input + c.backward_weight for c in held),
         matrices=matrices,
     )
-
-
-def ranks_chunks(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Chunks whose weights pipeline rank ``rank`` holds (DualPipe holds two copies of the model)."""
-    if layout.schedule == "dualpipe":
-        return (rank, layout.pp - 1 - rank)
-    return layout.chunks_of_rank(rank)
 
 
 def run_schedule(job: Job, layout: Layout, chunks: list[ChunkSeconds], updates: list[Update], microbatches: int) -> Timeline:

@@ -48,10 +48,17 @@ class Update:
 
 
 def update_seconds(
-    job: Job, layout: Layout, weights: Holding, *, forward: float, backward: float, matrices: tuple[Matmul, ...] = ()
+    job: Job,
+    layout: Layout,
+    weights: Holding,
+    *,
+    forward: float,
+    backward: float,
+    shared: float = 0.0,
+    matrices: tuple[Matmul, ...] = (),
 ) -> Update:
     """The update of a rank that holds ``weights`` and whose one microbatch takes ``forward`` and ``backward`` seconds in all its
-    chunks; ``matrices``: its weight-gradient products, for an optimizer that works on whole matrices."""
+    chunks; ``shared``: weights of a tied embedding that first and last stage both hold; ``matrices``: its weight-gradient products, for an optimizer that works on whole matrices."""
     network, execution = Network(job.cluster, layout), job.execution
     sent: dict[str, dict[str, float]] = {}
     reduce: dict[str, float] = {}
@@ -75,6 +82,11 @@ def update_seconds(
             gather[axis] = _exposed(
                 time, wire, execution.dp_bucket_bytes, USABLE * forward, execution.dp_overlap and execution.gather_overlap
             )
+    if shared:
+        size = (4.0 if job.precision == "fp32" else execution.reduce_bytes) * shared
+        apart = max(1, layout.pp - 1) * network.group("pp").stride
+        reduce["pp"] = float(job.cluster.collective_seconds("all_reduce", size, 2, apart))
+        add_bytes(sent, "pp", {job.cluster.level_of(2, round(apart)).name: size})
     return Update(reduce, gather, optimizer_seconds(job, layout, weights, matrices), sent)
 
 
