@@ -102,7 +102,7 @@ def attention_operations(local: Local, mixer: Attention, *, entry: Entry, post_n
         b.keep("gated_output", tokens * output_width * local.bytes, weight=True)
     b.linear_input("projection_input", tokens * output_width, kept=True)
     b.linear("projection", tokens, h, output_width)
-    gradients = tokens * (2 * output_width + query_width + kv_width + value_width) * local.bytes
+    gradients = tokens * (output_width + query_width + kv_width + value_width) * local.bytes
     return b.residual("attention", post_norm=post_norm, transient=gradients, reduce=leave)
 
 
@@ -130,7 +130,7 @@ def latent_attention_operations(local: Local, mixer: LatentAttention, *, entry: 
     _attend(b, heads, heads, mixer.head_dim, mixer.value_dim, mixer.window, None)
     b.linear_input("projection_input", tokens * heads * mixer.value_dim, kept=True)
     b.linear("projection", tokens, h, heads * mixer.value_dim)
-    gradients = tokens * heads * (2 * mixer.value_dim + 2 * mixer.head_dim + mixer.value_dim) * local.bytes
+    gradients = tokens * heads * (2 * mixer.value_dim + 2 * mixer.head_dim) * local.bytes
     return b.residual("attention", post_norm=post_norm, transient=gradients)
 
 

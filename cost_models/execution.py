@@ -91,14 +91,22 @@ class Execution(TimeFacts):
     """Stored working parameter in 16-bit training (4: fp32 storage, cast where it is gathered or used)."""
     fp8_parameters: bool = False
     """Under an 8-bit precision the working parameters of linear layers are stored and gathered in one byte."""
+    fp8_parameter_copies: float = 2.0
+    """Bytes a stored 8-bit parameter of a linear layer: its two layouts (row- and column-wise) of one byte each."""
+    fp8_weight_cache: float = 2.0
+    """Bytes of 8-bit casts kept beside each 16-bit parameter of a linear layer, where parameters are not stored in 8 bits."""
     master_bytes: float = 4.0
     """Master copy beside the working parameter, per parameter (2: 16-bit remainder, 0: none)."""
     moment_bytes: float = 4.0
     """Bytes of each of the optimizer's two moments."""
     gradient_bytes: float = 4.0
     """The gradient that accumulates over microbatches."""
+    weight_gradient_bytes: float = 2.0
+    """A matrix product's own weight gradient, before it is added to the accumulator (0: accumulated inside the product)."""
     optimizer_gradient_bytes: float = 0.0
     """A further copy of the gradient that the optimizer keeps, sharded as its state (DeepSpeed's fp32 partition)."""
+    offload_takes_gradients: bool = False
+    """An offloaded optimizer keeps the sharded gradients (ZeRO-2 and 3) in host memory as well."""
     reduce_bytes: float = 4.0
     """Bytes a gradient element on the wire."""
     gather_bytes: float = 2.0
@@ -111,12 +119,16 @@ class Execution(TimeFacts):
     """Layers whose full gradient exists at once under ZeRO-2 and 3."""
     reshard_with_pipeline: bool = True
     """ZeRO-3 releases gathered parameters after forward also under pipeline parallelism."""
-    zero1_reduces_once: bool = True
-    """ZeRO 0 and 1 reduce gradients once a step; ZeRO-2 and 3 reduce every microbatch."""
+    gathered_root: bool = True
+    """Embedding, final norm and head form one unit that stays gathered through the step under ZeRO-3."""
     optimizer_temporary_bytes: float = 0.0
     """Bytes a parameter shard of temporaries in the optimizer step (foreach and unfused optimizers)."""
     initial_copies_bytes: float = 0.0
     """Bytes a parameter of the *unsharded* model part that exist on the device while it is built (4: fp32 before casting)."""
+    initial_whole_model: bool = False
+    """Each rank builds the whole model on its device before TP and PP split it."""
+    initial_host_copies: float = 0.0
+    """Copies of the whole model, 4 bytes a parameter, that each rank's process builds in host memory (0: built in place)."""
 
     # -- context parallelism, pipeline --------------------------------------------------------------------------------
     cp_balanced: bool = True
@@ -125,6 +137,12 @@ class Execution(TimeFacts):
     """KV blocks alive in a ring beside the own one (received and sent)."""
     p2p_buffers: float = 2.0
     """Boundary activations held by pipeline sends and receives."""
+    pipeline_output_kept: bool = False
+    """A stage keeps its output until its backward, beside the tensors its layers keep (PyTorch's stages; Megatron frees it)."""
+    recompute_unit: int = 1
+    """Layers of one checkpoint under full recompute."""
+    recompute_stops_early: bool = False
+    """Recomputation ends with the last tensor backward needs (PyTorch's non-reentrant checkpoint)."""
 
     # -- mixture of experts -------------------------------------------------------------------------------------------
     dispatch: Dispatch = "per_expert"

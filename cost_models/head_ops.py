@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cost_models.arrays import ceil_div, minimum
+from cost_models.arrays import ceil_div, maximum, minimum, where
 from cost_models.layer_cost import Builder, LayerCost, Local
 from profiles.operations import Matmul, Number, Pointwise
 
@@ -42,7 +42,10 @@ def embedding_operations(local: Local) -> LayerCost:
 
 def head_operations(local: Local) -> LayerCost:
     """Final norm, output projection and cross entropy. With the vocabulary split over TP the loss reduces three fp32 numbers a
-    token (maximum, target logit, sum of exponentials; Shoeybi et al. 2019, section 3). ``transient``: logits beyond the kept."""
+    token (maximum, target logit, sum of exponentials; Shoeybi et al. 2019, section 3).
+
+    ``transient``, beyond the kept logits: the loss's own copies, or at the weight gradient the input's gradient, the input gathered
+    again under SP, and the fresh weight gradient."""
     model, execution = local.model, local.execution
     b = Builder(local, "head")
     tokens, h, rows = local.tokens, model.hidden, vocab_rows(local)
@@ -68,7 +71,9 @@ def head_operations(local: Local) -> LayerCost:
     else:
         b.keep("head_input_gradient", local.split_tokens * width * local.bytes)
     beyond = execution.logit_peak_bytes - (0 if execution.loss_chunk_tokens else execution.logit_saved_bytes)
-    return b.done(input_bytes=local.split_tokens * h * local.bytes, transient=beyond * alive * rows * scale)
+    regathered = 0 if execution.keeps_gathered_input else where(local.degrees.sp, tokens, 0)
+    gradients = (tokens + regathered) * width * local.bytes + execution.weight_gradient_bytes * scale * rows * width
+    return b.done(local.split_tokens * h * local.bytes, maximum(beyond * alive * rows * scale, gradients))
 
 
 def head_recompute(local: Local) -> Matmul:

@@ -13,7 +13,7 @@ def mlp_operations(local: Local, ffn: Mlp, *, entry: Entry, post_norm: bool) -> 
     b.entry("mlp", entry)
     width = ffn.width // local.degrees.tp
     projections(b, "mlp", local.tokens, local.model.hidden, width, gated=ffn.gated)
-    gradients = local.tokens * width * (3 if ffn.gated else 2) * local.bytes
+    gradients = activation_gradients(local, local.tokens, width, gated=ffn.gated)
     return b.residual("mlp", post_norm=post_norm, transient=gradients)
 
 
@@ -25,6 +25,12 @@ def projections(b: Builder, name: str, tokens: Number, h: int, width: Number, *,
     b.linear(f"{name}_up", tokens, up, h, pieces=1 if execution.fused_gate_up or not gated else 2)
     activation(b, name, tokens * width, gated=gated)
     b.linear(f"{name}_down", tokens, h, width)
+
+
+def activation_gradients(local: Local, rows: Number, width: Number, *, gated: bool) -> Number:
+    """Bytes beyond the kept ones at the activation's backward: gradients of product, gate and up, the product itself being free
+    since the down projection's backward. Plain: gradients of product and hidden, less the product."""
+    return rows * width * (2 if gated else 1) * local.bytes
 
 
 def activation(b: Builder, name: str, elements: Number, *, gated: bool) -> None:

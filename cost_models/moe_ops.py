@@ -9,7 +9,7 @@ import numpy as np
 from cost_models.arrays import maximum, where
 from cost_models.job import Job
 from cost_models.layer_cost import Builder, Entry, LayerCost, Local
-from cost_models.mlp_ops import activation, projections
+from cost_models.mlp_ops import activation, activation_gradients, projections
 from profiles.model import Moe
 from profiles.operations import Number
 
@@ -82,7 +82,7 @@ def moe_operations(local: Local, ffn: Moe, *, entry: Entry, post_norm: bool) -> 
         b.keep("experts_output", mine * ffn.top_k * h * size)
     _exchange(b, ffn, factor, "combine")
     b.pointwise("unpermute", permute, permute, 2 if execution.permute_fusion else 5)
-    gradients = rows * (h + (3 if ffn.gated else 2) * width) * size
+    gradients = maximum(rows * (h + width) * size, activation_gradients(local, rows, width, gated=ffn.gated))
     buffers = execution.moe_buffers * rows * h * size
     return b.residual("moe", post_norm=post_norm, transient=gradients + buffers, reduce=False)
 

@@ -1,4 +1,4 @@
-"""What a recompute mode runs again in backward: a rule over the operations of a layer's forward.
+"""What a recompute mode keeps of a layer, and what it runs again in backward: rules over the operations of its forward.
 
 ``full`` runs the whole forward again, collectives included. ``selective`` runs the operations of the named modules again, as the
 frameworks define them: Megatron's ``--recompute-modules`` (core_attn, layernorm, moe_act, mlp, moe, mla_up_proj, shared_experts),
@@ -9,9 +9,23 @@ from __future__ import annotations
 
 from functools import cache
 
+from cost_models.layer_cost import LayerCost
 from cost_models.layout import RecomputeRule
-from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Operation, Pointwise
+from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
 
+NORM_OUTPUTS = tuple(f"{block}_norm_{what}" for block in ("attention", "mlp", "moe", "ssm") for what in ("output", "normalised"))
+DROPPED: dict[str, tuple[str, ...]] = {
+    "core_attn": ("probabilities", "attention_mask", "dropped_probabilities", "log_sum_exp"),
+    "layernorm": NORM_OUTPUTS,
+    "mlp_act": ("mlp_product", "mlp_gate_output"),
+    "moe_act": ("experts_product", "experts_gate_output"),
+    "mlp": ("mlp_hidden", "mlp_product", "mlp_gate_output"),
+    "moe": ("router_", "experts_", "shared_"),
+    "shared_experts": ("shared_",),
+    "mla_up_proj": ("query", "key_value", "q_latent_norm_output", "kv_latent_norm_output"),
+}
+"""Kept tensors that each module's recompute drops, by name; a name that ends in ``_`` stands for all that begin so. A module whose
+output is recomputed keeps its own input."""
 CORE_ATTENTION = ("core_attention", "scores", "softmax", "context", "repeat_kv")
 UP_PROJECTIONS = ("q_up", "kv_up", "rope", "q_latent_norm", "kv_latent_norm")
 
@@ -24,6 +38,46 @@ def recomputed(forward: tuple[Operation, ...], rule: RecomputeRule) -> tuple[Ope
         return forward
     chosen = tuple(op for op in forward if any(_belongs(op.name, module) for module in rule.modules))
     return chosen + (_every_second(forward) if "op" in rule.modules else ())
+
+
+def kept_bytes(cost: LayerCost, rule: RecomputeRule, tp: Number = 1) -> Number:
+    """Bytes of a layer kept from its forward to its backward under ``rule``, on one rank for one microbatch.
+
+    ``full`` keeps the layer's input (2 s b h, Korthikanti et al. 2022, section 5). TorchTitan's ``op`` keeps the input and the
+    outputs of attention, of the reduce-scatters (``tp`` ranks), and of every matrix product that it does not run again.
+    """
+    if rule.mode == "none":
+        return cost.saved_bytes
+    if rule.mode == "full":
+        return cost.input_bytes
+    if "op" in rule.modules:
+        return cost.input_bytes + _operation_outputs(cost, tp)
+    gone = tuple(name for module in rule.modules for name in DROPPED[module])
+    return sum(s.bytes for s in cost.saved if not _named(s.name, gone))
+
+
+def _named(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(name.startswith(p) if p.endswith("_") else name == p for p in patterns)
+
+
+def _operation_outputs(cost: LayerCost, tp: Number) -> Number:
+    again = {id(op) for op in _every_second(cost.forward)}
+    total: Number = sum(s.bytes for s in cost.saved if s.name in ("attention_output", "log_sum_exp"))
+    for op in cost.forward:
+        if id(op) in again:
+            continue
+        if isinstance(op, Matmul):
+            total = total + op.m * op.n * op.batch * activation_bytes(op.dtype)
+        elif isinstance(op, GroupedMatmul):
+            total = total + op.tokens * op.n * activation_bytes(op.dtype)
+        elif isinstance(op, Collective) and op.kind == "reduce_scatter" and op.axis == "tp":
+            total = total + op.bytes / tp
+    return total
+
+
+def activation_bytes(dtype: str) -> int:
+    """Bytes an element of a product's output: products of fewer than 16 bits give 16."""
+    return 4 if dtype in ("fp32", "tf32") else 2
 
 
 @cache

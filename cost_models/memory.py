@@ -1,0 +1,117 @@
+"""Memory of every pipeline rank, by category, in the order of the step: the peak over its moments, not the sum of maxima.
+
+Moments of a steady step: the loss of a microbatch on the last stage; the backward of each layer while the schedule's other
+microbatches are in flight (``schedules.in_flight``); the optimizer step. Bytes of one microbatch come from the operations' kept
+tensors (``layers``) and the recompute rule; states from ``state_bytes``. *Allocated* is what the framework's allocator hands out,
+*reserved* what it holds, *device* what the GPU shows: reserved, context and communicators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cost_models.activations import ChunkMemory, chunk_memory, offloaded
+from cost_models.job import Job
+from cost_models.layout import Layout
+from cost_models.overheads import communicators, gathered_buffers, graph_pool, initial_bytes, lasting_buffers, optimizer_temporary
+from cost_models.schedules import in_flight
+from cost_models.stage_states import ranks_chunks, stage_holding, stage_states
+from profiles.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes on the worst rank of a pipeline rank ``stage``. The categories up to ``temporary`` add to ``peak_allocated``: what lives
+    at the step's fullest moment, ``peak_at``. ``communication``: communicators, outside the allocator. ``host``: on the node's
+    side, per rank."""
+
+    stage: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+    communication: float
+    peak_allocated: float
+    peak_reserved: float
+    device: float
+    init_peak: float
+    host: float = 0.0
+    peak_at: str = ""
+
+    @property
+    def states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def needed(self) -> float:
+        """Device bytes the rank needs at its fullest, building the model included."""
+        return max(self.device, self.init_peak)
+
+
+@lru_cache(maxsize=256)
+def stage_memory(job: Job, layout: Layout) -> tuple[StageMemory, ...]:
+    """Memory of each pipeline rank. Raises InputError where the schedule cannot run the job's microbatches."""
+    microbatches = layout.microbatches(job.global_batch)
+    if microbatches < 1:
+        need = layout.micro_batch * layout.dp
+        raise InputError("global_batch", job.global_batch, f"must be at least micro_batch * dp = {need}", need)
+    held = in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)
+    return tuple(_rank_memory(job, layout, rank, held[rank].snapshots) for rank in range(layout.pp))
+
+
+def _rank_memory(job: Job, layout: Layout, rank: int, snapshots: Sequence[tuple[tuple[int, int, int], ...]]) -> StageMemory:
+    chunks = {chunk: chunk_memory(job, layout, chunk) for chunk in ranks_chunks(layout, rank)}
+    states = stage_states(job, layout, rank)
+    holding = stage_holding(job, layout, rank)
+    lasting = lasting_buffers(job, layout, rank)
+    gathered = gathered_buffers(job, layout, rank)
+    activations, temporary, moment = max(
+        (_moment(layout, chunks, snapshot) for snapshot in snapshots), key=lambda found: found[0] + found[1]
+    )
+    kept_on_host = 0.0
+    if "activations" in layout.offload:
+        on_device = offloaded(activations, chunks.values())
+        kept_on_host, activations = activations - on_device, on_device
+    temporary += lasting + gathered
+    update = lasting + optimizer_temporary(job, layout, holding)
+    if update > activations + temporary:
+        activations, temporary, moment = 0.0, update, "optimizer step"
+    allocated = float(states.total + activations + temporary)
+    execution = job.execution
+    reserved = allocated * execution.reserved_ratio + execution.workspace_bytes
+    communication = communicators(job, layout)
+    outside = communication + job.cluster.gpu.context_bytes + graph_pool(job, activations)
+    initial = initial_bytes(job, holding, states)
+    return StageMemory(
+        rank,
+        float(states.parameters),
+        float(states.gradients),
+        float(states.optimizer),
+        float(activations),
+        float(temporary),
+        float(communication),
+        allocated,
+        float(reserved),
+        float(reserved + outside),
+        float(initial * execution.reserved_ratio + outside),
+        float(states.host + kept_on_host),
+        moment,
+    )
+
+
+def _moment(layout: Layout, chunks: dict[int, ChunkMemory], snapshot: tuple[tuple[int, int, int], ...]) -> tuple[float, float, str]:
+    """(activations, temporaries, name) of the fullest moment around one snapshot of the schedule. The backward that runs then is one
+    of a chunk with activations alive; the one that needs most is taken."""
+    kept = sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot)
+    running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
+    worst = max(running, key=lambda c: c.beyond)
+    return kept, worst.beyond, worst.moment
+
+
+def fits(job: Job, layout: Layout) -> tuple[bool, StageMemory]:
+    """Whether every rank's device bytes stay within the job's limit, building the model included, and the worst rank."""
+    worst = max(stage_memory(job, layout), key=lambda s: s.needed)
+    return worst.needed <= job.limit_bytes, worst

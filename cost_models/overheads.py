@@ -1,0 +1,137 @@
+"""Memory that is neither states nor kept activations: gathered parameters, buffers, communicators, and the building of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cost_models.arrays import maximum, where
+from cost_models.job import Job
+from cost_models.layer_cost import Local
+from cost_models.stage_states import stage_weights
+from cost_models.state_bytes import States, shards
+from cost_models.states import Holding, Weight, hold
+from profiles.operations import Number
+
+ENDS = ("embedding", "head")
+
+
+def gathered_buffers(job: Job, layout: Any, rank: int) -> Number:
+    """ZeRO-2 and 3: whole parameters of the layers at work (``gathered_units``) and of the ends' unit, and the whole gradients of
+    one layer before they are reduced.
+
+    ZeRO-3 under a pipeline that does not reshard keeps every gathered layer of the rank.
+    """
+    if layout.zero < 2:
+        return 0
+    execution = job.execution
+    wide = 4.0 if job.precision == "fp32" else execution.gather_bytes
+    largest: Number = 0
+    every: Number = 0
+    ends: Number = 0
+    head: Number = 0
+    for weights, times in stage_weights(job, layout, rank):
+        size = hold(weights, layout, execution).all
+        if any(w.part in ENDS for w in weights):
+            ends = ends + size * times
+            head = head + size * times * any(w.part == "head" for w in weights)
+        else:
+            largest = maximum(largest, size)
+            every = every + size * times
+    reduced = 4.0 if job.precision == "fp32" else execution.reduce_bytes
+    gradients = execution.unsharded_gradient_units * largest * maximum(wide, reduced)
+    parameters: Number = 0
+    if layout.zero == 3:
+        kept = layout.pp > 1 and not execution.reshard_with_pipeline
+        parameters = wide * (every if kept else execution.gathered_units * largest)
+        if execution.gathered_root:
+            parameters = parameters + wide * ends + wide * head
+    ways, _ = shards(layout)
+    return where(ways > 1, parameters + gradients, 0)
+
+
+def lasting_buffers(job: Job, layout: Any, rank: int) -> Number:
+    """Buffers that live through the step: pipeline sends and receives, Transformer Engine's dummy weight gradients."""
+    local, execution = Local(job, layout), job.execution
+    total: Number = 0
+    if layout.pp > 1:
+        total = execution.p2p_buffers * local.split_tokens * job.model.hidden * local.bytes
+    if execution.dummy_weight_gradients:
+        total = total + dummy_gradients(job, layout, rank)
+    return total
+
+
+def dummy_gradients(job: Job, layout: Any, rank: int) -> Number:
+    """One 16-bit gradient for each distinct shape of a linear layer's weight on the rank (Q, K and V are one weight where fused)."""
+    shapes: dict[tuple[int, int, str], Number] = {}
+    for weights, _ in stage_weights(job, layout, rank):
+        for rows, columns, split in fused_shapes(weights, job.execution.fused_qkv):
+            shape = Weight("dummy", "", rows, columns, 1, split)  # type: ignore[arg-type]
+            shapes[rows, columns, split] = shape.local(layout, job.execution)
+    return 2 * sum(shapes.values())
+
+
+def fused_shapes(weights: Iterable[Weight], fused_qkv: bool) -> list[tuple[int, int, str]]:
+    """(rows, columns, split) of the linear layers' weights as the framework stores them."""
+    out: list[tuple[int, int, str]] = []
+    qkv: list[Weight] = []
+    for w in weights:
+        if not w.linear:
+            continue
+        if w.name in ("q", "k", "v") and fused_qkv:
+            qkv.append(w)
+        else:
+            out.append((w.rows, w.columns, w.split))
+    if qkv:
+        out.append((sum(w.rows for w in qkv), qkv[0].columns, "tp"))
+    return out
+
+
+def optimizer_temporary(job: Job, layout: Any, holding: Holding) -> Number:
+    """Temporaries of the optimizer step, on the rank's share of the state."""
+    per = job.execution.optimizer_temporary_bytes
+    if not per:
+        return 0
+    dense, expert = shards(layout)
+    if layout.zero < 1:
+        dense = expert = 1
+    return per * (holding.dense / dense + holding.expert / expert)
+
+
+def communicators(job: Job, layout: Any) -> Number:
+    """Device memory of the communicators, by the axes that have more than one rank; all-to-all costs a channel to each peer.
+
+    Grows with the number of communicators, not with the world (cases.md A22: about 0.5 GiB a group of two, 0.65 of more; all-to-all
+    adds gigabytes).
+    """
+    execution = job.execution
+    each = execution.communicator_bytes
+    total: Number = 0
+    axes = (layout.tp, layout.ring * layout.ulysses, layout.pp, layout.dp, layout.ep, layout.etp)
+    for degree in axes:
+        total = total + where(degree > 1, each, 0)
+    total = total + where((layout.ep > 1) & (layout.edp > 1), each, 0)
+    spread = where(layout.ep > 1, 1, 0) if layout.dispatcher != "allgather" else 0
+    return total + execution.all_to_all_bytes * (spread + where(layout.ulysses > 1, 1, 0))
+
+
+def graph_pool(job: Job, activations: Number) -> Number:
+    """Private pools of CUDA graphs: they hold the captured modules' activations of every microbatch in flight once more."""
+    return job.execution.graph_pool_ratio * activations
+
+
+def initial_bytes(job: Job, holding: Holding, states: States) -> Number:
+    """Allocated bytes at the fullest moment of building: what is built before it is cast and sharded (the rank's part, or the whole
+    model where the framework splits it afterwards), beside the parameters made from it."""
+    execution = job.execution
+    built = job.model.parameters.total if execution.initial_whole_model else holding.all
+    return execution.initial_copies_bytes * built + states.parameters
+
+
+def host_bytes(job: Job, layout: Any) -> float:
+    """Bytes of one node's host memory: its ranks' offloaded states and activations, and the copies of the model they build."""
+    from cost_models.memory import stage_memory
+
+    ranks = min(job.cluster.gpus_per_node, layout.world)
+    worst = max(s.host for s in stage_memory(job, layout))
+    return ranks * (worst + 4.0 * job.execution.initial_host_copies * job.model.parameters.total)

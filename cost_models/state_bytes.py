@@ -1,0 +1,205 @@
+"""Bytes of parameters, gradients and optimizer state on one rank: ZeRO stages 0-3, precisions, optimizers, frozen weights, LoRA.
+
+Source of the sharding: ZeRO (arXiv:1910.02054). Stage 1 shards the optimizer's state (master copy included), 2 gradients as well,
+3 parameters as well; dense weights over dp_shard x cp, experts over edp_shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models.arrays import maximum
+from cost_models.execution import Execution
+from cost_models.job import Job
+from cost_models.layer_cost import LOW_PRECISION
+from cost_models.states import Holding, Split, Weight
+from profiles.operations import Number
+
+ADAM_8BIT_MOMENT = 1 + 4 / 256
+"""Bytes of an 8-bit moment: one, and an fp32 scale for each block of 256 (bitsandbytes, block-wise optimizers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Per parameter, unsharded: ``weight`` (working copy; ``linear_weight`` for linear layers), ``gradient``, ``master`` copy,
+    ``moments`` (``matrix_moments`` for matrices under Muon), ``extra`` gradient copy of the optimizer."""
+
+    weight: float
+    linear_weight: float
+    gradient: float
+    master: float
+    moments: float
+    matrix_moments: float
+    extra: float
+
+    @property
+    def optimizer(self) -> float:
+        return self.master + self.moments + self.extra
+
+
+def bytes_of(execution: Execution, precision: str, optimizer: str) -> Bytes:
+    """The bytes per parameter that ``execution`` keeps under a precision and an optimizer (adamw, adamw8bit, muon, sgd)."""
+    full = precision == "fp32"
+    weight = 4.0 if full else execution.parameter_bytes
+    linear = weight
+    if precision in LOW_PRECISION:
+        stored = execution.fp8_parameters and precision != "nvfp4"
+        linear = execution.fp8_parameter_copies if stored else weight + execution.fp8_weight_cache
+    moment = 4.0 if full else execution.moment_bytes
+    moments = {"adamw": 2 * moment, "adamw8bit": 2 * ADAM_8BIT_MOMENT, "muon": 2 * moment, "sgd": moment}[optimizer]
+    return Bytes(
+        weight,
+        linear,
+        4.0 if full else execution.gradient_bytes,
+        0.0 if full else execution.master_bytes,
+        moments,
+        moment if optimizer == "muon" else moments,
+        0.0 if full else execution.optimizer_gradient_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes on one rank. ``host``: what lives in the node's memory instead (offloaded optimizer)."""
+
+    parameters: Number = 0
+    gradients: Number = 0
+    optimizer: Number = 0
+    host: Number = 0
+
+    def __add__(self, other: States) -> States:
+        return States(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.host + other.host,
+        )
+
+    @property
+    def total(self) -> Number:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def shards(degrees: Any) -> tuple[Number, Number]:
+    """Ranks over which ZeRO shards (dense, expert) weights."""
+    return degrees.dp_shard * degrees.ring * degrees.ulysses, degrees.edp_shard
+
+
+def states(job: Job, degrees: Any, held: Holding, trained: Holding | None = None) -> States:
+    """Parameters, gradients and optimizer state of ``held`` weights; ``trained``: those that have gradients (default: all).
+
+    With 16-bit parameters ZeRO-2 keeps them whole; with fp32 storage (FSDP) it keeps the fp32 shard and the gathered 16-bit copy
+    from forward to backward. Muon needs whole matrices, so its momentum is dealt out matrix by matrix: a rank holds at least the
+    largest one.
+    """
+    each, execution, zero = bytes_of(job.execution, job.precision, job.optimizer), job.execution, degrees.zero
+    dense_shards, expert_shards = shards(degrees)
+    train = held if trained is None else trained
+    offloaded = "optimizer" in degrees.offload
+
+    def part(count: Number, linear: Number, trained_count: Number, trained_linear: Number, ways: Number) -> States:
+        weights = each.weight * (count - linear) + each.linear_weight * linear
+        if zero == 3:
+            parameters = weights / ways
+        elif zero == 2 and each.weight == 4.0 and job.precision != "fp32":
+            parameters = weights / ways + execution.gather_bytes * count
+        else:
+            parameters = weights
+        gradients = each.gradient * trained_count / (ways if zero >= 2 else 1)
+        divide = ways if zero >= 1 else 1
+        vectors = trained_count - trained_linear
+        moments = each.moments * vectors / divide + each.matrix_moments * trained_linear / divide
+        if job.optimizer == "muon":
+            whole = maximum(trained_linear / divide, train.largest * (trained_linear > 0))
+            moments = each.moments * vectors / divide + each.matrix_moments * whole
+        optimizer = (each.master + each.extra) * trained_count / divide + moments
+        if not offloaded:
+            return States(parameters, gradients, optimizer)
+        stays = 0.0 if execution.offload_takes_gradients and zero >= 2 else gradients
+        return States(parameters, stays, 0.0, optimizer + (gradients - stays))
+
+    return part(held.dense, held.dense_linear, train.dense, train.dense_linear, dense_shards) + part(
+        held.expert, held.expert_linear, train.expert, train.expert_linear, expert_shards
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table that ``axisplan explain --bytes-per-parameter`` prints."""
+
+    execution: str
+    precision: str
+    optimizer: str
+    zero: int
+    parameters: str
+    gradients: str
+    optimizer_state: str
+    total: float
+    """Bytes per parameter at ``shards`` ranks."""
+
+
+def bytes_per_parameter(
+    execution: Execution, precision: str, optimizer: str, zero: int, shards: int, offload: tuple[str, ...] = ()
+) -> float:
+    """Device bytes per parameter, states only, when ZeRO shards over ``shards`` ranks. ``offload``: ``optimizer``, ``parameters``.
+
+    Examples: DeepSpeed ZeRO-2 2 + 18/N, ZeRO-3 18/N (with the gathered layer apart); Megatron's distributed optimizer 6 + 12/N.
+    """
+    each = bytes_of(execution, precision, optimizer)
+    weight = each.linear_weight
+    if zero == 3:
+        parameters = weight / shards
+    elif zero == 2 and weight == 4.0 and precision != "fp32":
+        parameters = weight / shards + execution.gather_bytes
+    else:
+        parameters = weight
+    gradients = each.gradient / (shards if zero >= 2 else 1)
+    state = (each.master + each.extra + each.matrix_moments) / (shards if zero >= 1 else 1)
+    if "parameters" in offload:
+        parameters = 0.0
+    if "optimizer" in offload:
+        state = 0.0
+        gradients = 0.0 if execution.offload_takes_gradients and zero >= 2 else gradients
+    return parameters + gradients + state
+
+
+def table(execution: Execution, precisions: tuple[str, ...], optimizers: tuple[str, ...], ranks: int) -> list[Row]:
+    """Bytes per parameter by precision, optimizer and ZeRO stage, ``ranks`` of them sharing what is sharded."""
+    rows = []
+    for precision in precisions:
+        for optimizer in optimizers:
+            each = bytes_of(execution, precision, optimizer)
+            state = each.master + each.extra + each.matrix_moments
+            for zero in (0, 1, 2, 3):
+                whole, split = "", f"/{ranks}"
+                rows.append(
+                    Row(
+                        execution.name, precision, optimizer, zero,
+                        f"{each.linear_weight:g}{split if zero == 3 else whole}",
+                        f"{each.gradient:g}{split if zero >= 2 else whole}",
+                        f"{state:g}{split if zero >= 1 else whole}",
+                        bytes_per_parameter(execution, precision, optimizer, zero, ranks),
+                    )
+                )  # fmt: skip
+    return rows
+
+
+INPUT_SPLIT = ("o", "out_proj")
+"""Linear layers, besides every ``*_down``, that TP splits by their input."""
+
+
+def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[Weight, ...]:
+    """LoRA (arXiv:2106.09685): beside each linear layer A (rank x inputs) and B (outputs x rank); the one on the split side of the
+    layer is split with it."""
+    out = []
+    for w in weights:
+        if not w.linear:
+            continue
+        expert = w.split == "expert"
+        by_input = not expert and (w.name in INPUT_SPLIT or w.name.endswith("_down"))
+        a_split: Split = w.split if by_input or expert else "none"
+        b_split: Split = "none" if by_input else w.split
+        out.append(Weight(f"{w.name}.a", w.part, rank, w.columns, w.copies, a_split, linear=True))
+        out.append(Weight(f"{w.name}.b", w.part, w.rows, rank, w.copies, b_split, w.whole, linear=True))
+    return tuple(out)
