@@ -26,7 +26,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.group is None:
         return x
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=axis.group)
+    dist.all_gather_single(out, x.contiguous(), group=axis.group)
     return out
 
 
@@ -35,7 +35,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     if axis.group is None:
         return x
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group)
+    dist.reduce_scatter_single(out, x.contiguous(), group=axis.group)
     return out
 
 

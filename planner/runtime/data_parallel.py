@@ -120,7 +120,7 @@ class Bucket:
         for axis in self.partial:
             all_reduce(self.gradients, axis)
         part = self.gradients[self.low : self.high]
-        dist.reduce_scatter_tensor(part, self.gradients, group=self.shard.group)
+        dist.reduce_scatter_single(part, self.gradients, group=self.shard.group)
         self.shard_gradients.add_(part)
         self.gradients = None
 
@@ -134,13 +134,13 @@ class Bucket:
         for axis in self.partial:
             all_reduce(self.gradients, axis)
         if self.shard.size > 1:
-            dist.reduce_scatter_tensor(self.gradients[self.low : self.high], self.gradients, group=self.shard.group)
+            dist.reduce_scatter_single(self.gradients[self.low : self.high], self.gradients, group=self.shard.group)
         all_reduce(self.gradients[self.low : self.high], self.replicate)
 
     def gather(self) -> None:
         """Every rank's updated shard to all."""
         if self.shard.size > 1:
-            dist.all_gather_into_tensor(self.parameters, self.parameters[self.low : self.high], group=self.shard.group)
+            dist.all_gather_single(self.parameters, self.parameters[self.low : self.high], group=self.shard.group)
 
     def pieces(self, shard: Tensor) -> Iterator[Piece]:
         """Boxes of the parameters that ``shard`` (a tensor over ``low .. high`` of the bucket) holds."""

@@ -1,0 +1,117 @@
+"""Start the worker processes of a job on this machine through torchrun, and leave none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from profiles.errors import AxisplanError, InputError
+
+PATIENCE = 8.0
+"""Seconds that torchrun and the workers get to end after SIGTERM (a worker saves and leaves) before they are killed."""
+
+
+def launch(
+    arguments: Sequence[str],
+    processes: int,
+    record: Callable[[dict[str, Any]], None],
+    *,
+    log: Path | None = None,
+    timeout: float | None = None,
+    port: int | None = None,
+    restarts: int = 0,
+) -> None:
+    """Run ``axisplan worker ARGUMENTS`` in ``processes`` processes; each JSON line that they print goes to ``record``.
+
+    ``log`` keeps their other output; ``port`` is the rendezvous port (default: a free one); ``restarts`` how often torchrun may
+    start all of them again after one died. Raises AxisplanError with one line that says what went wrong.
+    """
+    if port is not None:
+        _check_port(port)
+    rendezvous = ["--standalone"] if port is None else ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
+    command += ["--max-restarts", str(restarts), "-m", "planner.runtime.worker", *arguments]
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    with tempfile.TemporaryFile("w+") if log is None else log.open("w+", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, env=env, start_new_session=True)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        timer = _alarm(process, timeout)
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    record(json.loads(line))
+            code = process.wait()
+        finally:
+            timer.cancel()
+            end(process)
+        if deadline is not None and time.monotonic() > deadline and code:
+            raise AxisplanError(f"not finished after {timeout:.0f} s{_where(log)}")
+        if code:
+            raise_failure(output, code, log)
+
+
+def raise_failure(output: IO[str], code: int, log: Path | None) -> None:
+    """Raise what a failed run's output says: InputError's exit code where the workers refused their input."""
+    output.seek(0)
+    error = AxisplanError(f"{why(output.read(), code)}{_where(log)}")
+    raise error
+
+
+def why(text: str, code: int) -> str:
+    """The line of a failed run's output that says why: a worker's own, else which rank died of what."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    ours = [line.removeprefix("axisplan: ") for line in lines if line.startswith("axisplan: ")]
+    if ours:
+        return ours[0]
+    died = re.search(r"rank\s*:\s*(\d+)[^\n]*\n[^\n]*exitcode\s*:\s*-(\d+)", text)
+    if died:
+        return f"rank {died[1]} was killed by {signal.Signals(int(died[2])).name}"
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return "the rendezvous port is in use; give another one or none"
+    said = [line for line in lines if re.search(r"(Error|Exception)\b.*:", line)]
+    return said[-1] if said else f"the workers ended with exit code {code}"
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End torchrun: asked first, then killed. Its workers die with it (``worker``: parent-death signal)."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _alarm(process: subprocess.Popen[str], timeout: float | None) -> Any:
+    import threading
+
+    timer = threading.Timer(timeout if timeout is not None else 1e9, end, (process,))
+    timer.daemon = True
+    if timeout is not None:
+        timer.start()
+    return timer
+
+
+def _where(log: Path | None) -> str:
+    return f" (all of its output: {log})" if log is not None else ""
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            raise InputError("port", port, "is in use; leave it out for a free one") from None

@@ -1,0 +1,136 @@
+"""Starting real training through torchrun, and what a user sees when it breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cost_models.execution import load_execution
+from cost_models.job import Job
+from cost_models.layout import Layout
+from planner import plan as plans
+from planner.runtime.launch import launch, why
+from profiles.errors import AxisplanError, InputError
+from profiles.hardware import load_cluster
+from profiles.model import Attention, Layer, Mlp, uniform
+
+TEXT = "It was the best of times, it was the worst of times. " * 400
+
+
+def folder(path: Path, layout: str = "dp=2", world: int = 2, **settings: Any) -> Path:
+    """A folder with plan.json, train.json and text, as an emitter leaves it."""
+    layer = Layer(mixer=Attention(heads=4, kv_heads=2, head_dim=8), ffn=Mlp(width=64))
+    model = uniform("tiny", layer, 2, hidden=32, vocab=260)
+    job = Job(model, load_cluster(f"cpu:1x{world}"), load_execution("axisplan"), 32, 4, "fp32")
+    made = Layout.parse(layout, world)
+    certificate = plans.Certificate(
+        columns_legal=1, cut_by_memory=0, cut_by_bound=0, cut_by_dominance=0, solved=1, best_bound_seconds=1, fastest_seconds=1, gap=0,
+        proved=True, proposed_seconds=1, tie=0,
+    )  # fmt: skip
+    plans.Plan(
+        model=plans.model_dump(model), cluster=plans.cluster_dump(job.cluster), execution=plans.execution_dump(job.execution),
+        inputs=plans.hashes(job), job_settings=plans.job_record(job), layout=plans.layout_dump(made), layout_text=made.text(),
+        stages=plans.stages_of(job, made), estimate={"step_seconds": 1.0}, certificate=certificate,
+    ).save(path / "plan.json")  # fmt: skip
+    (path / "text.txt").write_text(TEXT)
+    facts = {"data": ["text.txt"], "steps": 4, "learning_rate": 3e-3, **settings}
+    (path / "train.json").write_text(json.dumps(facts))
+    return path
+
+
+def arguments(path: Path, *more: str) -> list[str]:
+    return ["train", str(path / "plan.json"), "--settings", str(path / "train.json"), *more]
+
+
+def alive(text: str) -> list[str]:
+    """Command lines of processes that mention ``text``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if text in line and int(entry.name) != os.getpid():
+                found.append(line)
+    return found
+
+
+def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = []
+    launch(arguments(folder(tmp_path)), 2, records.append, timeout=120)
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert set(records[0]) >= {"step", "loss", "grad_norm", "seconds", "tokens_per_second", "peak_bytes"}
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert not alive(str(tmp_path))
+
+
+def test_a_killed_rank_is_one_clear_line_and_nothing_stays(tmp_path: Path) -> None:
+    path = folder(tmp_path, steps=5000)
+    seen: list[dict[str, Any]] = []
+
+    def kill_rank_1(record: dict[str, Any]) -> None:
+        seen.append(record)
+        if len(seen) == 2:
+            victims = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _is_worker(p, str(path), "1")]
+            assert victims
+            os.kill(int(victims[0].name), signal.SIGKILL)
+
+    with pytest.raises(AxisplanError) as caught:
+        launch(arguments(path), 2, kill_rank_1, log=tmp_path / "log.txt", timeout=120)
+    assert "rank 1 was killed by SIGKILL" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not alive(str(tmp_path))
+
+
+def _is_worker(entry: Path, text: str, rank: str) -> bool:
+    try:
+        line = (entry / "cmdline").read_bytes().decode()
+        environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return text in line and f"RANK={rank}" in environment
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    path = folder(tmp_path, steps=5000)
+    program = f"from planner.runtime.launch import launch; launch({arguments(path)!r}, 2, lambda r: print(r, flush=True))"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
+    until = time.monotonic() + 10
+    while alive(str(tmp_path)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not alive(str(tmp_path))
+
+
+def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"port: {port}: is in use"):
+            launch(arguments(folder(tmp_path)), 2, print, port=port)
+
+
+def test_bad_settings_are_one_line_naming_the_field(tmp_path: Path) -> None:
+    path = folder(tmp_path, stepz=3)
+    with pytest.raises(AxisplanError, match="stepz") as caught:
+        launch(arguments(path), 1, print, timeout=60)
+    assert "\n" not in str(caught.value)
+
+
+def test_why_reads_the_failure_of_a_rank_from_torchruns_table() -> None:
+    table = "Root Cause (first observed failure):\n[0]:\n  time      : x\n  host      : h\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 17)"
+    assert why(table, 1) == "rank 3 was killed by SIGKILL"
