@@ -1,0 +1,331 @@
+"""Rows of measured runs -> (Job, Layout): what ran, by rules that are stated once, in ``data/runs.yaml``.
+
+The schema is that of ``docs/accuracy.md``; an empty cell means "not stated": the framework's default is taken, and the row says so
+(``Run.guessed``). A row's speed is never read while it is mapped.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cost_models.execution import load_execution
+from cost_models.job import Job
+from cost_models.layout import Layout, even_split
+from profiles.errors import InputError
+from profiles.hardware import load_cluster
+from profiles.model import Attention, FeedForward, LatentAttention, Layer, Mlp, ModelSpec, Moe
+
+Row = Mapping[str, str]
+JUDGED_QUALITY = ("printed", "from_tokens", "from_flops")
+NEEDED = ("id", "layers", "hidden", "heads", "vocab", "seq_len", "gpu", "gpus", "global_batch")
+MEMORY_FIGURES = {"allocated": "allocated", "reserved": "reserved", "nvidia-smi": "device", "whole card": "device"}
+"""Words of ``mem_counter`` -> the predicted figure it is compared with."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run: what ran, and what was measured. ``seconds`` and ``memory_gib`` are None where not measured."""
+
+    id: str
+    source: str
+    group: tuple[str, str, str]
+    """(source, model, gpu)."""
+    setting: tuple[str, ...]
+    """Everything but the layout: rows that agree in it can be ranked against each other."""
+    job: Job
+    layout: Layout
+    seconds: float | None
+    memory_gib: float | None
+    memory_figure: str
+    """allocated, reserved, device, or empty where the source does not say what it counted."""
+    judged: bool
+    grade: str
+    guessed: tuple[str, ...]
+
+    @property
+    def moe(self) -> bool:
+        return self.job.model.moe is not None
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that cannot be a run of this model, and why."""
+
+    id: str
+    why: str
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV file. Raises InputError where it cannot be read or lacks a column that every run needs."""
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in reader]
+            columns = reader.fieldnames or []
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError("RUNS.csv", str(path), f"cannot be read ({error})") from error
+    missing = [name for name in NEEDED if name not in columns]
+    if missing:
+        raise InputError("RUNS.csv", str(path), f"lacks the columns {', '.join(missing)} (docs/accuracy.md lists them)")
+    return rows
+
+
+def load_runs(rows: Iterable[Row]) -> tuple[list[Run], list[Skipped]]:
+    """Every row that can be mapped, and those that cannot with the reason."""
+    runs, skipped = [], []
+    for row in rows:
+        try:
+            runs.append(to_run(row))
+        except InputError as error:
+            skipped.append(Skipped(row.get("id", ""), str(error)))
+    return runs, skipped
+
+
+def to_run(row: Row) -> Run:
+    """One row. Raises InputError naming the cell that cannot be used."""
+    facts = apply_rules(row)
+    guessed = list(facts.guesses)
+    model = _model(row, facts.model)
+    layout = _layout(row, facts.layout, model, guessed)
+    precision = facts.job.get("precision") or _precision(row, guessed)
+    execution = load_execution(facts.execution, {key: _text(value) for key, value in facts.set.items()})
+    name = row["gpu"]
+    cluster_name = _table()["clusters"].get(name, name)
+    gpus = _count(row, "gpus")
+    domain = min(gpus, _table()["domains"].get(name) or _number(row, "gpus_per_node", 8))
+    if gpus % domain:
+        raise InputError("gpus", gpus, f"whole domains of {domain}")
+    cluster = load_cluster(f"{cluster_name}:{gpus // domain}x{domain}")
+    imbalance = facts.job.get("moe_imbalance")
+    job = Job(model, cluster, execution, _count(row, "seq_len"), _count(row, "global_batch"), precision, moe_imbalance=imbalance)
+    if layout.microbatches(job.global_batch) * layout.micro_batch * layout.dp != job.global_batch:
+        guessed.append("the global batch is not a whole number of microbatches; rounded down")
+    if layout.microbatches(job.global_batch) < 1:
+        raise InputError("global_batch", job.global_batch, f"is less than micro_batch x dp = {layout.micro_batch * layout.dp}")
+    counter = row.get("mem_counter", "").lower()
+    figure = next((figure for word, figure in MEMORY_FIGURES.items() if word in counter), "")
+    step = seconds_of(row)
+    grade = row.get("info_grade", "")
+    judged = step is not None and grade in ("", "A") and row.get("time_ok", "yes") in ("", "yes")
+    judged = judged and (row.get("step_quality", "") or JUDGED_QUALITY[0]) in JUDGED_QUALITY
+    setting = tuple(
+        row.get(k, "") for k in ("source", "framework", "model_name", "layers", "hidden", "heads", "gpu", "gpus", "seq_len", "global_batch", "precision", "overlap")
+    )  # fmt: skip
+    memory = row.get("measured_peak_mem_GiB", "")
+    return Run(
+        row["id"], row.get("source", ""), (row.get("source", ""), row.get("model_name", ""), name), setting, job, layout,
+        step, float(memory) if memory else None, figure, judged, grade, tuple(guessed),
+    )  # fmt: skip
+
+
+def seconds_of(row: Row) -> float | None:
+    """Measured seconds of a step: ``derived_step_s``, else ``measured_step_s``, else from tokens/s/GPU."""
+    for key in ("derived_step_s", "measured_step_s"):
+        if row.get(key):
+            return _positive(row, key)
+    if row.get("measured_tokens_per_s_per_gpu"):
+        return _count(row, "seq_len") * _count(row, "global_batch") / (_positive(row, "measured_tokens_per_s_per_gpu") * _count(row, "gpus"))
+    return None
+
+
+# -- rules ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules say about a row."""
+
+    execution: str
+    set: Mapping[str, Any]
+    model: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    job: Mapping[str, Any]
+    guesses: tuple[str, ...]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = (resources.files("cost_models") / "data" / "runs.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.safe_load(text)
+    return table
+
+
+def apply_rules(row: Row) -> Facts:
+    """All rules that hold for ``row``, later ones over earlier ones. Raises InputError where none names an execution."""
+    merged: dict[str, dict[str, Any]] = {"set": {}, "model": {}, "layout": {}, "job": {}}
+    execution, guesses = "", []
+    for rule in _table()["rules"]:
+        if not all(_holds(row.get(column, ""), wanted) for column, wanted in rule["when"].items()):
+            continue
+        execution = rule.get("execution", execution)
+        for key, values in merged.items():
+            values.update(rule.get(key, {}))
+        if "guess" in rule:
+            guesses.append(rule["guess"])
+    if not execution:
+        raise InputError("framework", row.get("framework", ""), "no rule of data/runs.yaml knows it", "megatron")
+    return Facts(execution, guesses=tuple(guesses), **merged)
+
+
+def _holds(cell: str, wanted: Any) -> bool:
+    text = str(wanted)
+    match = re.fullmatch(r"(<=|>=|<|>)\s*([\d.]+)", text)
+    if not match:
+        return re.search(text, cell, re.IGNORECASE) is not None
+    try:
+        value, limit = float(cell), float(match[2])
+    except ValueError:
+        return False
+    return {"<": value < limit, "<=": value <= limit, ">": value > limit, ">=": value >= limit}[match[1]]
+
+
+# -- cells ----------------------------------------------------------------------------------------------------------------
+
+
+def _positive(row: Row, key: str) -> float:
+    try:
+        value = float(row.get(key, ""))
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise InputError(key, row.get(key, ""), "must be a positive number")
+    return value
+
+
+def _count(row: Row, key: str) -> int:
+    value = _positive(row, key)
+    if value != int(value):
+        raise InputError(key, row[key], "must be a whole number", round(value))
+    return int(value)
+
+
+def _number(row: Row, key: str, default: int) -> int:
+    return _count(row, key) if row.get(key) and row[key] not in ("0", "0.0") else default
+
+
+def _text(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _precision(row: Row, guessed: list[str]) -> str:
+    text = row.get("precision", "").lower()
+    if not text:
+        guessed.append("precision bf16")
+        return "bf16"
+    return {"fp4": "nvfp4"}.get(text, text)
+
+
+# -- the model ------------------------------------------------------------------------------------------------------------
+
+
+def _model(row: Row, facts: Mapping[str, Any]) -> ModelSpec:
+    hidden, heads, layers = _count(row, "hidden"), _count(row, "heads"), _count(row, "layers")
+    gated = facts.get("gated", row.get("gated_mlp", "1") != "0")
+    bias = bool(facts.get("bias", False))
+    activation = facts.get("activation", "silu" if gated else "gelu")
+    mixer: Attention | LatentAttention
+    if row.get("mla") == "1":
+        mixer = LatentAttention(heads=heads, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    else:
+        mixer = Attention(
+            heads=heads, kv_heads=_number(row, "kv_heads", heads), head_dim=_number(row, "head_dim", hidden // heads),
+            qkv_bias=bias, output_bias=bias, sinks=bool(facts.get("sinks", False)), rotary="learned_positions" not in facts,
+        )  # fmt: skip
+    width = _number(row, "ffn_hidden", 4 * hidden)
+    dense = Mlp(width=width, gated=gated, bias=bias, activation=activation)
+    ffn: FeedForward = dense
+    experts = _number(row, "experts", 0)
+    if experts:
+        ffn = Moe(
+            experts=experts, top_k=_number(row, "topk", 1), width=_number(row, "moe_ffn_hidden", width), gated=gated, bias=bias,
+            activation=activation, shared_width=_number(row, "shared_expert_ffn", 0),
+            groups=facts.get("groups", 1), top_groups=facts.get("top_groups", 1),
+        )  # fmt: skip
+    kinds = [Layer(mixer=mixer, ffn=ffn)]
+    pattern = [0] * layers
+    first_dense, every = _number(row, "first_dense_layers", 0), facts.get("moe_every", 1)
+    if experts and (first_dense or every > 1):
+        kinds.append(Layer(mixer=mixer, ffn=dense))
+        pattern = [1 if i < first_dense or (i + 1) % every else 0 for i in range(layers)]
+    if "window" in facts and isinstance(mixer, Attention):
+        kinds.append(Layer(mixer=mixer.model_copy(update={"window": facts["window"]}), ffn=ffn))
+        pattern = [len(kinds) - 1 if i % facts.get("window_every", 1) == 0 else k for i, k in enumerate(pattern)]
+    positions = facts.get("learned_positions", 0)
+    return ModelSpec(
+        name=row.get("model_name", "") or row["id"], hidden=hidden, vocab=_count(row, "vocab"), kinds=tuple(kinds), pattern=tuple(pattern),
+        tied=bool(facts.get("tied", False)), norm=facts.get("norm", "rms"), norm_bias=facts.get("norm") == "layer",
+        learned_positions=_count(row, "seq_len") if positions == "seq_len" else positions,
+        embedding_norm=bool(facts.get("embedding_norm", False)), mtp=facts.get("mtp", 0),
+    )  # fmt: skip
+
+
+# -- the layout -----------------------------------------------------------------------------------------------------------
+
+
+def _layout(row: Row, facts: Mapping[str, Any], model: ModelSpec, guessed: list[str]) -> Layout:
+    tp, pp, cp, ep = (_number(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
+    vpp = _number(row, "vp", 1)
+    gpus = _count(row, "gpus")
+    if gpus % (tp * pp * cp):
+        raise InputError("tp*pp*cp", tp * pp * cp, f"must divide the {gpus} GPUs")
+    dp = gpus // (tp * pp * cp)
+    zero = _zero(row, guessed)
+    for cell, default in (("micro_batch", "1"), ("recompute", "none")):
+        if not row.get(cell) and cell not in facts:
+            guessed.append(f"{cell} {default}")
+    if pp > 1 and not row.get("vp") and "interleaved" in row.get("schedule", ""):
+        guessed.append("vp 1")
+    etp = tp if facts.get("etp") == "tp" and not row.get("etp") else _number(row, "etp", 1)
+    schedule = facts.get("schedule") or ("interleaved" if vpp > 1 else "1f1b")
+    replicated = zero == 0
+    recompute = _recompute(facts.get("recompute") or row.get("recompute", ""), model.num_layers)
+    layout = Layout(
+        tp=tp, pp=pp, vpp=2 if schedule == "zb-v" else vpp, cp=cp, cp_kind=facts.get("cp_kind", "ring"), ep=ep, etp=etp,
+        dp_replicate=dp if replicated else 1, dp_shard=1 if replicated else dp, zero=zero,
+        sp=row.get("sp", "0") == "1" and tp > 1, micro_batch=_number(row, "micro_batch", 1), schedule=schedule, recompute=recompute,
+        stages=_stages(facts, model.num_layers, pp * vpp), dispatcher=facts.get("dispatcher", "alltoall"), capacity=float(facts.get("capacity", 0.0)),
+    )  # fmt: skip
+    layout.check_products(gpus)
+    return layout
+
+
+def _zero(row: Row, guessed: list[str]) -> int:
+    text = row.get("zero", "").lower()
+    if not text:
+        guessed.append("zero 0")
+        return 0
+    return 3 if text in ("fsdp", "hsdp") else int(_positive(row, "zero")) if text != "0" else 0
+
+
+def _recompute(text: str, layers: int) -> str:
+    if text in ("", "none"):
+        return "none"
+    if text == "full":
+        return "full"
+    if text == "every_second":
+        return "/".join(f"{i}:full" for i in range(0, layers, 2))
+    modules = text.split(":", 1)[-1].replace("attention-core", "core_attn").replace("+", ",")
+    return f"selective({modules})"
+
+
+def _stages(facts: Mapping[str, Any], layers: int, chunks: int) -> tuple[int, ...]:
+    given = facts.get("stages", "")
+    if isinstance(given, Mapping):
+        given = given.get(chunks, "")
+    if given:
+        runs = [part.partition("*") for part in str(given).split()]
+        counts = tuple(int(value) for value, _, times in runs for _ in range(int(times or 1)))
+        if sum(counts) != layers or len(counts) != chunks:
+            raise InputError("stages", str(given), f"must spread {layers} layers over {chunks} chunks")
+        return counts
+    ends = facts.get("ends", 0)
+    return even_split(layers, chunks, ends, ends) if ends and chunks > 1 else ()
