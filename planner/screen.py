@@ -1,7 +1,8 @@
-"""What the terminal shows: the same facts as ``--json``, for people. Colour is never the only sign of anything, and none survives a pipe."""
+"""What the terminal shows: the same facts as ``--json``, for people. Colour is never the only sign, and none survives a pipe."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,13 @@ MARKS = "█▓▒░◆◇"
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that drops colour and cursor tricks when its stream is not a terminal."""
+    """A console that drops colour and cursor tricks, and is 140 columns wide, when its stream is not a terminal."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+    out = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = 140
+    return out
 
 
 def seconds(value: float) -> str:
@@ -199,7 +203,7 @@ def show_certificate(out: Console, plan: Plan) -> None:
     )
     if c.proposed_seconds > c.fastest_seconds * (1 + 1e-9):
         out.print(
-            f"             the plan proposed takes {c.proposed_seconds:.6g} s: within the tie of {percent(c.tie)}, and simpler or roomier (--tie 0 turns this off)"
+            f"             the plan proposed takes {c.proposed_seconds:.6g} s: within {percent(c.tie)}, and simpler or roomier (--tie 0: the fastest)"
         )
 
 

@@ -41,8 +41,23 @@ def launch(
     rendezvous = ["--standalone"] if port is None else ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     command = [sys.executable, "-P", "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
     command += ["--max-restarts", str(restarts), "-m", "planner.runtime.worker", *arguments]
-    env = {**os.environ, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    supervise(command, record, {"OMP_NUM_THREADS": threads, **os.environ}, log=log, timeout=timeout)
+
+
+def supervise(
+    command: Sequence[str],
+    record: Callable[[dict[str, Any]], None],
+    env: dict[str, str],
+    *,
+    log: Path | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Run a torchrun command (or a script that becomes one): its JSON lines go to ``record``, and no process outlives this call.
+
+    Raises AxisplanError with one line that says what went wrong.
+    """
+    env = {**env, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with tempfile.TemporaryFile("w+") if log is None else log.open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, env=env, start_new_session=True)
         deadline = None if timeout is None else time.monotonic() + timeout
