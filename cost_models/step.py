@@ -7,41 +7,37 @@ and ends with its gradient reduction and optimizer step (``update``); the step's
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cost_models.chunks import (
+    ChunkSeconds,
+    boundary_bytes,
+    boundary_seconds,
+    chunk_detail,
+    chunk_seconds,
+    rank_update,
+    run_schedule,
+)
 from cost_models.communication import Network, add_bytes, stragglers
 from cost_models.flops import flops_per_token
 from cost_models.job import Job
-from cost_models.layout import Layout, RecomputeRule
+from cost_models.layout import Layout
 from cost_models.memory import StageMemory, stage_memory
-from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, PassSeconds, layer_key, unit_cost, unit_seconds, unit_weights
-from cost_models.pipeline import Timeline, simulate
-from cost_models.uncertainty import interval
+from cost_models.passes import layer_key
+from cost_models.pipeline import Timeline
 from cost_models.stage_states import ranks_chunks
-from cost_models.states import Holding
-from cost_models.update import Update, update_seconds
-from profiles.operations import Matmul
+from cost_models.uncertainty import interval
+from cost_models.update import Update
 
-Part = tuple[int, RecomputeRule]
-"""A unit and its recompute rule."""
-
+__all__ = [
+    "ChunkSeconds", "StepEstimate", "boundary_seconds", "chunk_seconds", "estimate", "memory_json", "rank_update", "ranks_chunks",
+    "run_schedule",
+]  # fmt: skip
 
 ROUNDING = 1e-9
 """Share of a step below which a difference of two sums is rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSeconds:
-    """One chunk's passes for one microbatch: ``forward``, ``backward_input`` (recompute included), ``backward_weight`` seconds,
-    the units it is made of with how many of each, and the weights its rank holds for it."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    parts: tuple[tuple[Part, int], ...]
-    weights: Holding
-    saving: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,8 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
     updates = [rank_update(job, layout, chunks, rank) for rank in range(layout.pp)]
     timeline = run_schedule(job, layout, chunks, updates, microbatches)
     slow = stragglers(job.cluster.nodes if layout.world > 1 else 1)
-    step = (timeline.seconds + job.execution.step_overhead_seconds) * slow
+    pipeline = timeline.unsynchronised_seconds if job.execution.post_validation else timeline.seconds
+    step = (pipeline + job.execution.step_overhead_seconds) * slow
     rank = max(range(layout.pp), key=lambda r: updates[r].start + timeline.busy[r] + updates[r].end)
     seconds = account(job, layout, chunks, updates, timeline, microbatches, rank, step)
     memory = tuple(stage_memory(job, layout)) if detail else ()
@@ -144,122 +141,14 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
     )
 
 
-# -- chunks ---------------------------------------------------------------------------------------------------------------
-
-
-def chunk_parts(job: Job, layout: Layout) -> list[tuple[tuple[Part, int], ...]]:
-    """What each chunk is made of: units with their recompute rules, and how many of each."""
-    model, rules = job.model, layout.recompute_rules
-    out = []
-    for chunk in range(layout.chunks):
-        counts: defaultdict[Part, int] = defaultdict(int)
-        if chunk == 0:
-            counts[EMBEDDING, NO_RECOMPUTE] += 1
-        for index in layout.layers_of_chunk(chunk, model.num_layers):
-            rule = rules.of(index)
-            counts[model.pattern[index], RecomputeRule(0, None, rule.mode, rule.modules)] += 1
-        if chunk == layout.chunks - 1:
-            counts[HEAD, NO_RECOMPUTE] += 1
-            if model.mtp:
-                last = rules.of(model.num_layers - 1)
-                counts[MTP, RecomputeRule(0, None, last.mode, last.modules)] += model.mtp
-        out.append(tuple(counts.items()))
-    return out
-
-
-def chunk_seconds(job: Job, layout: Layout) -> list[ChunkSeconds]:
-    """Every chunk's passes, in model order."""
-    key = layer_key(job, layout)
-    cache: dict[tuple[tuple[Part, int], ...], ChunkSeconds] = {}
-    out = []
-    for parts in chunk_parts(job, layout):
-        if parts not in cache:
-            cache[parts] = _chunk(job, layout, key, parts)
-        out.append(cache[parts])
-    return out
-
-
-def _chunk(job: Job, layout: Layout, key: Layout, parts: tuple[tuple[Part, int], ...]) -> ChunkSeconds:
-    f = b = w = save_f = save_b = 0.0
-    weights = Holding()
-    for (unit, rule), count in parts:
-        seconds = unit_seconds(job, key, unit, rule)
-        f, b, w = f + count * seconds.f, b + count * seconds.b, w + count * seconds.w
-        save_f, save_b = save_f + count * seconds.paired_saving[0], save_b + count * seconds.paired_saving[1]
-        weights = weights + unit_weights(job, layout, unit).times(count)
-    return ChunkSeconds(f, b, w, parts, weights, (save_f, save_b))
-
-
-def rank_update(job: Job, layout: Layout, chunks: list[ChunkSeconds], rank: int) -> Update:
-    """Gradient reduction, parameter gathering and optimizer of pipeline rank ``rank``."""
-    held = [chunks[c] for c in ranks_chunks(layout, rank)]
-    weights = Holding()
-    for chunk in held:
-        weights = weights + chunk.weights
-    matrices: tuple[Matmul, ...] = ()
-    if job.optimizer == "muon":
-        key = layer_key(job, layout)
-        matrices = tuple(
-            op
-            for chunk in held
-            for (unit, _), count in chunk.parts
-            if unit >= 0
-            for op in unit_cost(job, key, unit).backward_weight * count
-            if isinstance(op, Matmul)
-        )
-    ends = job.model.tied and layout.pp > 1 and bool({0, layout.chunks - 1} & set(ranks_chunks(layout, rank)))
-    return update_seconds(
-        job,
-        layout,
-        weights,
-        shared=unit_weights(job, layout, EMBEDDING).dense if ends else 0.0,
-        forward=sum(c.forward for c in held),
-        backward=sum(c.backward_input + c.backward_weight for c in held),
-        matrices=matrices,
-    )
-
-
-def run_schedule(job: Job, layout: Layout, chunks: list[ChunkSeconds], updates: list[Update], microbatches: int) -> Timeline:
-    """The schedule's timeline with these chunk times."""
-    execution = job.execution
-    transfer = boundary_seconds(job, layout)
-    plain = layout.schedule in ("gpipe", "1f1b")
-    blocking = execution.p2p_blocking if plain else not execution.p2p_overlap
-    return simulate(
-        layout.schedule, layout.pp, layout.vpp, microbatches,
-        [c.forward for c in chunks], [c.backward_input for c in chunks], [c.backward_weight for c in chunks], transfer,
-        blocking=blocking, starts=[u.start for u in updates], ends=[u.end for u in updates],
-        hidden_forward=[c.saving[0] for c in chunks], hidden_backward=[c.saving[1] for c in chunks],
-    )  # fmt: skip
-
-
-def boundary_bytes(job: Job, layout: Layout) -> float:
-    """Bytes one rank sends to the next stage for one microbatch."""
-    tokens = layout.micro_batch * job.seq_len / layout.cp
-    split = layout.tp if layout.sp or job.execution.p2p_scatter else 1
-    return tokens * job.model.hidden * (4 if job.precision == "fp32" else 2) / split
-
-
-def boundary_seconds(job: Job, layout: Layout) -> float:
-    """Seconds of one pipeline transfer, with the gather that scatter-gather needs."""
-    if layout.pp == 1:
-        return 0.0
-    network = Network(job.cluster, layout)
-    size = boundary_bytes(job, layout)
-    seconds = network.seconds("send_recv", "pp", size)
-    if job.execution.p2p_scatter and not layout.sp:
-        seconds += network.seconds("all_gather", "tp", size * layout.tp)
-    return seconds
-
-
 # -- where the seconds go -------------------------------------------------------------------------------------------------
 
 
 def account(
     job: Job,
     layout: Layout,
-    chunks: list[ChunkSeconds],
-    updates: list[Update],
+    chunks: Sequence[ChunkSeconds],
+    updates: Sequence[Update],
     timeline: Timeline,
     microbatches: int,
     rank: int,
@@ -271,13 +160,8 @@ def account(
     key = layer_key(job, layout)
     runs = _runs(layout, rank, microbatches)
     for chunk, times in runs.items():
-        for (unit, rule), count in chunks[chunk].parts:
-            unit_time = unit_seconds(job, key, unit, rule)
-            weight = count * times
-            for one in (unit_time.forward, unit_time.backward_input, unit_time.backward_weight):
-                _add_pass(out, one, weight)
-            out["recompute"] += float(unit_time.recompute.compute.seconds) * weight
-            _add_exposed(out, unit_time.recompute, weight)
+        for cause, seconds in chunk_detail(job, key, chunks[chunk].parts).causes.items():
+            out[cause] += seconds * times
     update = updates[rank]
     for axis, seconds in (*update.reduce.items(), *update.gather.items()):
         out[f"communication.{axis}"] += seconds
@@ -305,33 +189,19 @@ def _runs(layout: Layout, rank: int, microbatches: int) -> dict[int, int]:
     return dict.fromkeys(layout.chunks_of_rank(rank), microbatches)
 
 
-def _add_pass(out: defaultdict[str, float], one: PassSeconds, weight: float) -> None:
-    for kind in ("matmul", "attention", "pointwise"):
-        out[kind] += float(getattr(one.compute, kind)) * weight
-    _add_exposed(out, one, weight)
-
-
-def _add_exposed(out: defaultdict[str, float], one: PassSeconds, weight: float) -> None:
-    for axis, seconds in one.exposed.items():
-        out[f"communication.{axis}"] += seconds * weight
-    out["host"] += one.host * weight
-
-
 def bytes_sent(
-    job: Job, layout: Layout, chunks: list[ChunkSeconds], updates: list[Update], microbatches: int
+    job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], updates: Sequence[Update], microbatches: int
 ) -> dict[str, dict[str, float]]:
     """Wire bytes per step of the rank that sends most: axis -> link class -> bytes."""
     best: dict[str, dict[str, float]] = {}
+    key, size = layer_key(job, layout), boundary_bytes(job, layout)
+    across = Network(job.cluster, layout).sent("send_recv", "pp", size) if layout.pp > 1 else {}
     for rank in {0, min(1, layout.pp - 1), layout.pp - 1}:
         total: dict[str, dict[str, float]] = {}
         for chunk, times in _runs(layout, rank, microbatches).items():
-            for (unit, rule), count in chunks[chunk].parts:
-                for axis, links in unit_seconds(job, layout, unit, rule).sent.items():
-                    add_bytes(total, axis, links, count * times)
-            crossings = (chunk > 0) + (chunk < layout.chunks - 1)
-            if layout.pp > 1:
-                size = boundary_bytes(job, layout) * crossings
-                add_bytes(total, "pp", Network(job.cluster, layout).sent("send_recv", "pp", size), times)
+            for axis, links in chunk_detail(job, key, chunks[chunk].parts).sent.items():
+                add_bytes(total, axis, links, times)
+            add_bytes(total, "pp", across, times * _crossings(layout, chunk))
         for axis, links in updates[rank].sent.items():
             add_bytes(total, axis, links)
         if _total(total) > _total(best):
@@ -339,14 +209,19 @@ def bytes_sent(
     return best
 
 
+def _crossings(layout: Layout, chunk: int) -> int:
+    """Messages a chunk sends to another rank for one microbatch: its output, and the gradient of its input."""
+    here = layout.rank_of_chunk(chunk)
+    return sum(0 <= c < layout.chunks and layout.rank_of_chunk(c) != here for c in (chunk - 1, chunk + 1))
+
+
 def _total(sent: dict[str, dict[str, float]]) -> float:
     return sum(size for links in sent.values() for size in links.values())
 
 
-def _recomputed_flops(job: Job, layout: Layout, chunks: list[ChunkSeconds], microbatches: int) -> float:
-    per_microbatch = sum(
-        count * unit_seconds(job, layout, unit, rule).recomputed_flops for chunk in chunks for (unit, rule), count in chunk.parts
-    )
+def _recomputed_flops(job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], microbatches: int) -> float:
+    key = layer_key(job, layout)
+    per_microbatch = sum(chunk_detail(job, key, chunk.parts).recomputed_flops for chunk in chunks)
     return per_microbatch * layout.tp * layout.cp * microbatches * layout.dp
 
 

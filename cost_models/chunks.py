@@ -1,0 +1,181 @@
+"""A pipeline chunk's seconds, what a pipeline rank adds at its ends, and the schedule that runs them.
+
+These are the pieces of ``step.estimate``, apart so that a planner can price ten thousand layouts from a few hundred unit prices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cost_models.communication import Network, add_bytes
+from cost_models.job import Job
+from cost_models.layout import Layout, RecomputeRule
+from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, PassSeconds, layer_key, unit_cost, unit_seconds, unit_weights
+from cost_models.pipeline import Timeline, simulate
+from cost_models.stage_states import ranks_chunks
+from cost_models.states import Holding
+from cost_models.update import Update, update_seconds
+from profiles.operations import Matmul
+
+Part = tuple[int, RecomputeRule]
+"""A unit and its recompute rule."""
+Parts = tuple[tuple[Part, int], ...]
+"""What a chunk is made of: units and how many of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSeconds:
+    """One chunk's passes for one microbatch: ``forward``, ``backward_input`` (recompute included), ``backward_weight`` seconds,
+    the units it is made of with how many of each, and the weights its rank holds for it."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    parts: Parts
+    weights: Holding
+    saving: tuple[float, float]
+
+
+def chunk_parts(job: Job, layout: Layout) -> list[Parts]:
+    """What each chunk is made of: units with their recompute rules, and how many of each."""
+    model, rules = job.model, layout.recompute_rules
+    out = []
+    for chunk in range(layout.chunks):
+        counts: defaultdict[Part, int] = defaultdict(int)
+        if chunk == 0:
+            counts[EMBEDDING, NO_RECOMPUTE] += 1
+        for index in layout.layers_of_chunk(chunk, model.num_layers):
+            rule = rules.of(index)
+            counts[model.pattern[index], RecomputeRule(0, None, rule.mode, rule.modules)] += 1
+        if chunk == layout.chunks - 1:
+            counts[HEAD, NO_RECOMPUTE] += 1
+            if model.mtp:
+                last = rules.of(model.num_layers - 1)
+                counts[MTP, RecomputeRule(0, None, last.mode, last.modules)] += model.mtp
+        out.append(tuple(counts.items()))
+    return out
+
+
+def chunk_seconds(job: Job, layout: Layout) -> list[ChunkSeconds]:
+    """Every chunk's passes, in model order."""
+    key = layer_key(job, layout)
+    cache: dict[Parts, ChunkSeconds] = {}
+    out = []
+    for parts in chunk_parts(job, layout):
+        if parts not in cache:
+            cache[parts] = _chunk(job, layout, key, parts)
+        out.append(cache[parts])
+    return out
+
+
+def _chunk(job: Job, layout: Layout, key: Layout, parts: Parts) -> ChunkSeconds:
+    f = b = w = save_f = save_b = 0.0
+    weights = Holding()
+    for (unit, rule), count in parts:
+        seconds = unit_seconds(job, key, unit, rule)
+        f, b, w = f + count * seconds.f, b + count * seconds.b, w + count * seconds.w
+        save_f, save_b = save_f + count * seconds.paired_saving[0], save_b + count * seconds.paired_saving[1]
+        weights = weights + unit_weights(job, layout, unit).times(count)
+    return ChunkSeconds(f, b, w, parts, weights, (save_f, save_b))
+
+
+def rank_update(job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], rank: int) -> Update:
+    """Gradient reduction, parameter gathering and optimizer of pipeline rank ``rank``."""
+    held = [chunks[c] for c in ranks_chunks(layout, rank)]
+    weights = Holding()
+    for chunk in held:
+        weights = weights + chunk.weights
+    matrices: tuple[Matmul, ...] = ()
+    if job.optimizer == "muon":
+        key = layer_key(job, layout)
+        matrices = tuple(
+            op
+            for chunk in held
+            for (unit, _), count in chunk.parts
+            if unit >= 0
+            for op in unit_cost(job, key, unit).backward_weight * count
+            if isinstance(op, Matmul)
+        )
+    ends = job.model.tied and layout.pp > 1 and bool({0, layout.chunks - 1} & set(ranks_chunks(layout, rank)))
+    return update_seconds(
+        job,
+        layout,
+        weights,
+        shared=unit_weights(job, layout, EMBEDDING).dense if ends else 0.0,
+        forward=sum(c.forward for c in held),
+        backward=sum(c.backward_input + c.backward_weight for c in held),
+        matrices=matrices,
+    )
+
+
+def run_schedule(
+    job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], updates: Sequence[Update], microbatches: int
+) -> Timeline:
+    """The schedule's timeline with these chunk times."""
+    execution = job.execution
+    transfer = boundary_seconds(job, layout)
+    plain = layout.schedule in ("gpipe", "1f1b")
+    blocking = execution.p2p_blocking if plain else not execution.p2p_overlap
+    return simulate(
+        layout.schedule, layout.pp, layout.vpp, microbatches,
+        [c.forward for c in chunks], [c.backward_input for c in chunks], [c.backward_weight for c in chunks], transfer,
+        blocking=blocking, starts=[u.start for u in updates], ends=[u.end for u in updates],
+        hidden_forward=[c.saving[0] for c in chunks], hidden_backward=[c.saving[1] for c in chunks],
+    )  # fmt: skip
+
+
+def boundary_bytes(job: Job, layout: Layout) -> float:
+    """Bytes one rank sends to the next stage for one microbatch."""
+    tokens = layout.micro_batch * job.seq_len / layout.cp
+    split = layout.tp if layout.sp or job.execution.p2p_scatter else 1
+    return tokens * job.model.hidden * (4 if job.precision == "fp32" else 2) / split
+
+
+def boundary_seconds(job: Job, layout: Layout) -> float:
+    """Seconds of one pipeline transfer, with the gather that scatter-gather needs."""
+    if layout.pp == 1:
+        return 0.0
+    network = Network(job.cluster, layout)
+    size = boundary_bytes(job, layout)
+    seconds = network.seconds("send_recv", "pp", size)
+    if job.execution.p2p_scatter and not layout.sp:
+        seconds += network.seconds("all_gather", "tp", size * layout.tp)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDetail:
+    """One microbatch through a chunk: seconds by cause, wire bytes by axis and link, FLOPs of recomputed operations."""
+
+    causes: dict[str, float]
+    sent: dict[str, dict[str, float]]
+    recomputed_flops: float
+
+
+@lru_cache(maxsize=4096)
+def chunk_detail(job: Job, key: Layout, parts: Parts) -> ChunkDetail:
+    """Where a chunk's seconds go; ``key`` as ``layer_key`` gives it."""
+    causes: defaultdict[str, float] = defaultdict(float)
+    sent: dict[str, dict[str, float]] = {}
+    flops = 0.0
+    for (unit, rule), count in parts:
+        seconds = unit_seconds(job, key, unit, rule)
+        for one in (seconds.forward, seconds.backward_input, seconds.backward_weight):
+            for kind in ("matmul", "attention", "pointwise"):
+                causes[kind] += float(getattr(one.compute, kind)) * count
+            _add_exposed(causes, one, count)
+        causes["recompute"] += float(seconds.recompute.compute.seconds) * count
+        _add_exposed(causes, seconds.recompute, count)
+        for axis, links in seconds.sent.items():
+            add_bytes(sent, axis, links, count)
+        flops += seconds.recomputed_flops * count
+    return ChunkDetail(dict(causes), sent, flops)
+
+
+def _add_exposed(out: defaultdict[str, float], one: PassSeconds, weight: float) -> None:
+    for axis, seconds in one.exposed.items():
+        out[f"communication.{axis}"] += seconds * weight
+    out["host"] += one.host * weight
