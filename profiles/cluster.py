@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,10 @@ from pydantic.dataclasses import dataclass
 from profiles.errors import InputError
 from profiles.gpu import STRICT, Constant, GpuProfile
 from profiles.links import Link
-from profiles.operations import Number, wire_bytes
+from profiles.operations import Number, larger, smaller, wire_bytes
+
+Way = tuple[Number, list[tuple[Number, Number]]]
+"""One algorithm: its latency in seconds, and for each level (seconds a byte of the full buffer, seconds a square root of one)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -131,70 +135,100 @@ class ClusterSpec:
     def collective_seconds(self, kind: str, bytes: Number, ranks: Number, stride: Number = 1, sharing: Number = 1) -> Number:
         """Seconds of a collective of full buffer ``bytes`` over ``ranks`` ranks ``stride`` apart, alone on its GPUs.
 
-        Within a domain: the link's own curve. Across domains the rings are pipelined, so the slowest level sets the bandwidth term
-        and latencies add: ``sum of alphas + max_l(S/(n_l B_l)) + c sqrt(S)``, where n_l ranks of the group sit in one domain below
-        level l and each brings its own NIC. An all-to-all sends each level's part over that level. An all-reduce takes the faster
-        of ring and tree. ``sharing``: groups that use one NIC (or one shared bus) at once. A send_recv goes over the level that holds
-        both ends, ``stride`` apart. Arrays welcome everywhere.
+        Within a domain: the link's own curve. Across domains the rings are pipelined, so latencies add and the slowest level sets
+        the rest: ``sum_l alpha_l + max_l(S/(n_l B_l) + c_l sqrt(S))``, where n_l ranks of the group sit in one domain below level l
+        and each brings its own NIC. An all-reduce takes the faster of ring and tree; an all-to-all sends each level's part over that
+        level. ``sharing``: groups that use one NIC (or one shared bus) at once. A send_recv is priced between the two neighbours
+        that are furthest apart. Zero for one rank. Arrays welcome everywhere.
         """
-        if kind == "send_recv":
-            return self._send(bytes, ranks, stride, sharing)
+        if isinstance(ranks, np.ndarray) or isinstance(stride, np.ndarray) or isinstance(sharing, np.ndarray):
+            ways = self._ways(kind, ranks, stride, sharing)
+        else:
+            key = (kind, ranks, stride, sharing)
+            found = self._known.get(key)
+            ways = found if found is not None else self._known.setdefault(key, self._ways(kind, ranks, stride, sharing))
+        root = np.sqrt(bytes) if isinstance(bytes, np.ndarray) else math.sqrt(bytes)
+        best: Number = None
+        for alpha, terms in ways:
+            slowest: Number = 0.0
+            for rate, c in terms:
+                slowest = larger(slowest, rate * bytes + c * root)
+            best = alpha + slowest if best is None else smaller(best, alpha + slowest)
+        return best
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, Number, Number, Number], list[Way]]:
+        return {}
+
+    def _ways(self, kind: str, ranks: Number, stride: Number, sharing: Number) -> list[Way]:
+        """Each algorithm's (latency, [(seconds a byte of the full buffer, c) of each level])."""
         inside = self.spread(ranks, stride)
-        if kind == "all_to_all":
-            return self._exchange(bytes, ranks, inside, sharing)
-        wire = wire_bytes(kind, bytes, ranks)
-        ring_alpha, tree_alpha, root = 0.0, 0.0, 0.0
-        ring_rate, tree_rate = 0.0, 0.0
+        if kind == "send_recv":
+            ways = [self._neighbours(ranks, inside, sharing)]
+        elif kind == "all_to_all":
+            ways = [self._exchange(ranks, inside, sharing)]
+        else:
+            ways = [
+                self._passes(kind, ranks, inside, sharing, tree) for tree in ([False, True] if kind == "all_reduce" else [False])
+            ]
+        if any(isinstance(x, np.ndarray) for x in (ranks, stride, sharing)):
+            return ways
+        return [(float(alpha), [(float(rate), float(c)) for rate, c in terms]) for alpha, terms in ways]
+
+    def _passes(self, kind: str, ranks: Number, inside: list[Number], sharing: Number, tree: bool) -> Way:
+        """Ring or tree: every level carries the whole wire traffic."""
+        wire = wire_bytes(kind, 1.0, ranks)
+        latency: Number = 0.0
+        terms: list[tuple[Number, Number]] = []
         below: Number = 1
         for level, here in zip(self.levels, inside, strict=True):
             link, domains = level.link, here / below
             used = np.asarray(here) > below
             if link.network:
                 alpha, inverse, c = link.curve(kind, domains)
-                inverse = inverse * sharing * level.slowing / below
-                efficiency = link.tree_efficiency.value if link.tree_efficiency is not None else 1.0
-                ring_alpha = ring_alpha + used * (alpha + link.hops(kind, domains))
-                tree_alpha = tree_alpha + used * (alpha + link.tree_hops(domains))
-                tree_rate = np.maximum(tree_rate, used * inverse / efficiency)
+                inverse = inverse * sharing * level.slowing / link.spreading(below)
+                if tree:
+                    alpha, inverse = alpha + link.tree_hops(domains), inverse * link.tree_slowing(domains)
+                    inverse = inverse * np.where(
+                        (np.asarray(domains) <= 2) & (ranks > 2), np.maximum(ranks / 2 / (ranks - 1), 0.5), 1.0
+                    )
+                else:
+                    alpha = alpha + link.hops(kind, domains)
             else:
-                rest = ranks / here
-                _, inverse, c = link.curve(kind, here / below)
+                steps = domains if tree else (ranks - ranks / here) / below + 1
+                _, inverse, c = link.curve(kind, domains)
+                alpha = link.curve(kind, steps)[0]
                 inverse = inverse * level.slowing * (sharing if link.shared else 1)
-                ring_alpha = ring_alpha + used * link.curve(kind, (ranks - rest + 1) / below)[0]
-                tree_alpha = tree_alpha + used * link.curve(kind, here / below)[0]
-                tree_rate = np.maximum(tree_rate, used * inverse)
-            ring_rate = np.maximum(ring_rate, used * inverse)
-            root = np.maximum(root, used * c)
+            latency = latency + used * alpha
+            terms.append((used * inverse * wire, used * c * np.sqrt(wire)))
             below = here
-        seconds = ring_alpha + wire * ring_rate
-        if kind == "all_reduce":
-            seconds = np.minimum(seconds, tree_alpha + wire * tree_rate)
-        return seconds + root * np.sqrt(wire)
+        return latency, terms
 
-    def _send(self, bytes: Number, ranks: Number, stride: Number, sharing: Number) -> Number:
-        together = (np.asarray(ranks) > 1) * 1.0
-        seconds: Number = 0.0
-        reached: Number = np.asarray(False)
-        for level in self.levels:
-            here = (np.asarray(stride) * 2 <= level.size) | (level is self.levels[-1])
-            alpha, inverse, c = level.link.curve("send_recv", 2)
-            share = sharing if level.link.network or level.link.shared else 1
-            cost = alpha + bytes * inverse * level.slowing * share + c * np.sqrt(bytes)
-            seconds = seconds + (here & ~reached) * cost
-            reached = reached | here
-        return seconds * together
+    def _neighbours(self, ranks: Number, inside: list[Number], sharing: Number) -> Way:
+        latency, rate, root = 0.0, 0.0, 0.0
+        reached: Number = np.asarray(ranks) <= 1
+        for level, here in zip(self.levels, inside, strict=True):
+            link = level.link
+            alpha, inverse, c = link.curve("send_recv", 2)
+            here_first = (np.asarray(here) >= ranks) & ~reached
+            share = sharing if link.network or link.shared else 1
+            latency = latency + here_first * alpha
+            rate, root = rate + here_first * inverse * level.slowing * share, root + here_first * c
+            reached = reached | here_first
+        return latency, [(rate, root)]
 
-    def _exchange(self, bytes: Number, ranks: Number, inside: list[Number], sharing: Number) -> Number:
-        alpha, rate, root = 0.0, 0.0, 0.0
+    def _exchange(self, ranks: Number, inside: list[Number], sharing: Number) -> Way:
+        """All-to-all: what goes to the ranks of a domain goes over that domain's link, all levels at once."""
+        latency: Number = 0.0
+        terms: list[tuple[Number, Number]] = []
         below: Number = 1
         for level, here in zip(self.levels, inside, strict=True):
             link = level.link
             used = np.asarray(here) > below
-            part = bytes * (here - below) / ranks
-            base, inverse, c = link.curve("all_to_all", here / below)
+            part = (here - below) / ranks
+            alpha, inverse, c = link.curve("all_to_all", here / below)
             share = sharing if link.network or link.shared else 1
-            alpha = alpha + used * (base + (link.hops("all_to_all", (here - below) + 1) if link.network else 0.0))
-            rate = np.maximum(rate, used * part * inverse * level.slowing * share)
-            root = np.maximum(root, used * c * np.sqrt(part))
+            latency = latency + used * (alpha + (link.hops("all_to_all", here - below + 1) if link.network else 0.0))
+            terms.append((used * part * inverse * level.slowing * share, used * c * np.sqrt(part)))
             below = here
-        return alpha + rate + root
+        return latency, terms

@@ -18,12 +18,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from profiles.errors import InputError
-from profiles.operations import BYTES, Attend, GroupedMatmul, Matmul, Number, Pointwise
+from profiles.operations import BYTES, Attend, GroupedMatmul, Matmul, Number, Pointwise, between, ceiling, larger, smaller
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Origin = Literal["datasheet", "measured", "fitted", "estimate"]
@@ -75,8 +74,8 @@ class MatmulCurve:
         """Seconds without t0 of ``batch`` products in one kernel that move ``moved`` bytes; ``floor_flops`` is F*."""
         flops = 2.0 * m * n * k * batch
         fill = (1 + self.m0 / m) * (1 + self.n0 / n) * (1 + self.k0 / k)
-        derate = (1 + np.maximum(flops, floor_flops if self.hot else 0.0) / self.f0_flops) ** self.g
-        return np.maximum(flops / (self.efficiency * peak) * fill * derate, moved / self.memory_bytes_per_second)
+        derate = (1 + larger(flops, floor_flops if self.hot else 0.0) / self.f0_flops) ** self.g
+        return larger(flops / (self.efficiency * peak) * fill * derate, moved / self.memory_bytes_per_second)
 
     def seconds(
         self,
@@ -249,6 +248,16 @@ class GpuProfile:
         return {dtype: self._grouped(dtype) for dtype in self.peaks}
 
     @cached_property
+    def _grouped_products(self) -> dict[str, MatmulCurve]:
+        """The plain curve of each precision with what its grouped curve changes in it."""
+        return {
+            dtype: replace(
+                plain, efficiency=plain.efficiency * self.grouped_curves[dtype].efficiency, m0=self.grouped_curves[dtype].tokens0
+            )
+            for dtype, plain in self.curves.items()
+        }
+
+    @cached_property
     def _first_byte(self) -> float:
         """t0 of a product whose operands are there already."""
         return min(curve.t0_seconds for curve in self.matmul.values())
@@ -295,32 +304,31 @@ class GpuProfile:
         return t0 + curve.busy(peak, op.m, op.n, op.k, op.batch, moved, floor) * ratio / speed
 
     def _grouped_matmul(self, op: GroupedMatmul, sustained: bool) -> Number:
-        peak, plain, group = self.peak_flops(op.dtype), self.curves[op.dtype], self.grouped_curves[op.dtype]
+        peak, group, plain = self.peak_flops(op.dtype), self.grouped_curves[op.dtype], self._grouped_products[op.dtype]
         floor, speed = self._speed(sustained)
-        rows = np.maximum(op.tokens / op.groups, 1.0)
-        padded = rows * (TILE_ROWS * np.ceil(rows / TILE_ROWS) / rows) ** group.padding
+        rows = larger(op.tokens / op.groups, 1.0)
+        padded = rows * (TILE_ROWS * ceiling(rows / TILE_ROWS) / rows) ** group.padding
         item = BYTES[op.dtype]
         weights, rows_in, rows_out = 1.0 * op.groups * op.n * op.k, 1.0 * op.tokens * op.k, 1.0 * op.tokens * op.n
         if op.weight_gradient:
             moved = item * (rows_in + rows_out) + max(item, 2.0) * weights
         else:
             moved = item * (rows_in + weights) + max(item, 2.0) * rows_out
-        shaped = replace(plain, efficiency=plain.efficiency * group.efficiency * speed, m0=group.tokens0)
-        busy = shaped.busy(peak, padded, op.n, op.k, op.groups, moved, floor)
-        return group.t0_seconds + busy * (group.weight_gradient if op.weight_gradient else 1.0)
+        busy = plain.busy(peak, padded, op.n, op.k, op.groups, moved, floor)
+        return group.t0_seconds + busy * (group.weight_gradient if op.weight_gradient else 1.0) / speed
 
     def _attend(self, op: Attend, sustained: bool, kernel: Number) -> Number:
         if not op.fused:
             return self._unfused(op, sustained)
         curve = self.attention
         dtype = "bf16" if "bf16" in self.peaks else next(iter(self.peaks))
-        speed = np.interp((op.qk_dim + op.v_dim) / 2, list(curve.head_dim_speed), list(curve.head_dim_speed.values()))
+        speed = between(curve.head_dim_speed, (op.qk_dim + op.v_dim) / 2)
         if op.dtype in ("fp8", "mxfp8", "nvfp4"):
             speed = speed * curve.fp8_speed
-        ratio = np.interp(op.qk_dim, list(curve.backward_ratio), list(curve.backward_ratio.values())) if op.backward else 1.0
-        cut = np.clip(2 * (1 - op.pairs / (op.q_len * op.k_len)), 0, 1)
+        ratio = between(curve.backward_ratio, op.qk_dim) if op.backward else 1.0
+        cut = smaller(larger(2 * (1 - op.pairs / (op.q_len * op.k_len)), 0.0), 1.0)
         reach = 2 * op.pairs / op.q_len
-        tiles = op.batch * op.heads * np.ceil(op.q_len / TILE_ROWS)
+        tiles = op.batch * op.heads * ceiling(op.q_len / TILE_ROWS)
         short = 1 + curve.s0 * (curve.full_share + (1 - curve.full_share) * cut) / reach
         forward = 2.0 * op.pairs * (op.qk_dim + op.v_dim) * op.heads * op.batch
         busy = forward / (curve.efficiency * self.peaks[dtype].value * speed * kernel) * short * (1 + curve.w0 * self.sms / tiles)

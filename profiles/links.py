@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from profiles.errors import InputError
 from profiles.gpu import STRICT, Constant, Origin
-from profiles.operations import Number, wire_bytes
+from profiles.operations import Number, smaller, wire_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
 LIKE = {
@@ -51,7 +51,8 @@ class Link:
     """A link as one GPU sees it, in one direction. ``curves`` by collective kind, by group size.
 
     ``network``: every rank of a domain brings its own share of bandwidth (``curves`` are for one rank a domain; group sizes count
-    domains). ``shared``: groups that communicate at once divide it (PCIe, shared memory, a NIC for several GPUs).
+    domains). ``shared``: groups that communicate at once divide it (PCIe, shared memory, a NIC for several GPUs). ``rails``: the most
+    NICs of one domain that one ring or tree goes through.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Link:
     hop_seconds: Constant | None = None
     tree_efficiency: Constant | None = None
     peer_seconds: Constant | None = None
+    rails: Constant | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.network, self.peak_bytes_per_second.value))
@@ -104,26 +106,23 @@ class Link:
         at = np.log2(np.maximum(ranks, 2))
         grown: Number = np.interp(ranks, sizes, alpha)
         if len(sizes) > 1:
-            grown = grown + np.maximum(ranks - sizes[-1], 0) * max(alpha[-1] - alpha[0], 0.0) / (sizes[-1] - sizes[0])
-        else:
-            grown = grown * np.where(np.asarray(ranks) > sizes[0], (1 + np.log2(np.maximum(ranks, 2) / sizes[0])), 1.0)
+            step = max(alpha[-1] - alpha[0], 0.0) / (sizes[-1] - sizes[0])
+            grown = grown + np.maximum(np.asarray(ranks) - sizes[-1], 0) * step
         return grown, np.interp(at, np.log2(sizes), inverse), np.interp(at, np.log2(sizes), root)
 
     def seconds(self, kind: str, bytes: Number, ranks: Number, sharing: Number = 1) -> Number:
         """Seconds of a collective of full buffer ``bytes`` over ``ranks`` ranks, one in each domain where this is a network.
 
-        ``sharing``: groups that use the link at once; divides bandwidth only where the link is ``shared`` or a network. Zero for
-        one rank. Arrays welcome.
+        ``sharing``: groups that use the link at once; it divides bandwidth where the link is ``shared`` or a network. Zero for one
+        rank. Arrays welcome.
         """
         wire = wire_bytes(kind, bytes, ranks)
         alpha, inverse, root = self.curve(kind, ranks)
-        if not (self.network or self.shared):
-            sharing = 1
-        ring = alpha + self.hops(kind, ranks) + wire * inverse * sharing + root * np.sqrt(wire)
-        if self.network and kind == "all_reduce" and self.tree_efficiency is not None:
-            tree = alpha + self.tree_hops(ranks) + wire * inverse * sharing / self.tree_efficiency.value + root * np.sqrt(wire)
-            ring = np.minimum(ring, tree)
-        return ring * (np.asarray(ranks) > 1) if isinstance(ranks, np.ndarray) else (ring if ranks > 1 else 0.0 * ring)
+        share = sharing if self.network or self.shared else 1
+        seconds = alpha + self.hops(kind, ranks) + wire * inverse * share
+        if self.network and kind == "all_reduce":
+            seconds = smaller(seconds, alpha + self.tree_hops(ranks) + wire * inverse * share * self.tree_slowing(ranks))
+        return (seconds + root * np.sqrt(wire)) * (np.asarray(ranks) > 1)
 
     def hops(self, kind: str, domains: Number) -> Number:
         """Seconds a ring over ``domains`` adds to its base latency; an all-to-all pays per peer instead."""
@@ -136,3 +135,13 @@ class Link:
     def tree_hops(self, domains: Number) -> Number:
         """Seconds a double binary tree over ``domains`` adds: up and down."""
         return 0.0 if self.hop_seconds is None else 2 * self.hop_seconds.value * np.log2(np.maximum(domains, 1))
+
+    def tree_slowing(self, domains: Number) -> Number:
+        """Seconds a byte of a tree over those of a ring. Between two domains a tree sends the buffer once each way, a ring twice its
+        half (which is why two nodes seem to beat their NICs); from three on, both send it twice."""
+        efficiency = self.tree_efficiency.value if self.tree_efficiency is not None else 1.0
+        return np.where(np.asarray(domains) <= 2, 1.0, 1.0 / efficiency)
+
+    def spreading(self, below: Number) -> Number:
+        """NICs that one communicator drives at once where ``below`` of its ranks sit in each domain."""
+        return below if self.rails is None else np.minimum(below, self.rails.value)

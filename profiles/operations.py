@@ -7,8 +7,12 @@ numpy arrays of one shape (so that one formula costs one layout or ten thousand)
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 Number = Any
 """An int, a float, or a numpy array of them."""
@@ -117,14 +121,32 @@ class Collective:
 Operation = Matmul | GroupedMatmul | Attend | Pointwise | Collective
 
 
+def larger(a: Number, b: Number) -> Number:
+    """The larger of two numbers, or of two arrays element by element; plain Python for numbers, which is ten times faster."""
+    return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else (a if a > b else b)
+
+
+def smaller(a: Number, b: Number) -> Number:
+    """The smaller of two numbers, or of two arrays element by element."""
+    return np.minimum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else (a if a < b else b)
+
+
+def ceiling(a: Number) -> Number:
+    """Rounded up to whole numbers."""
+    return np.ceil(a) if isinstance(a, np.ndarray) else math.ceil(a)
+
+
+def between(table: Mapping[int, float], at: Number) -> Number:
+    """Linear between the entries of ``table`` (keys ascending), constant beyond its ends."""
+    keys = list(table)
+    if isinstance(at, np.ndarray) or (len(keys) > 1 and keys[0] < at < keys[-1]):
+        return np.interp(at, keys, list(table.values()))
+    return table[keys[0]] if at <= keys[0] else table[keys[-1]]
+
+
 def wire_bytes(kind: str, bytes: Number, ranks: Number) -> Number:
     """Bytes one rank puts on the wire for a collective of full buffer ``bytes`` over ``ranks`` (ring algorithms)."""
     share = (ranks - 1) / ranks
-    return {
-        "all_reduce": 2 * share * bytes,
-        "all_gather": share * bytes,
-        "reduce_scatter": share * bytes,
-        "all_to_all": share * bytes,
-        "broadcast": bytes * (share > 0),
-        "send_recv": bytes * (share > 0),
-    }[kind]
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return share * bytes
+    return 2 * share * bytes if kind == "all_reduce" else bytes * (share > 0)
