@@ -1,4 +1,4 @@
-"""The whole job on this machine: measure it, plan a small model, prove the plan, emit it, train it, and compare with the prediction.
+"""The whole job on this machine: measure it, plan a small model, prove the plan, emit it, train it, compare with the prediction.
 
 ``run_demo`` reads as the story; each step is one function below it or elsewhere in the product. Nothing here is special to the
 demo: the same profile, plan, emission and runtime serve a real cluster.
@@ -6,28 +6,27 @@ demo: the same profile, plan, emission and runtime serve a real cluster.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cost_models.execution import load_execution
+from cost_models.job import Job
+from planner import screen
+from planner.plan import Plan, RunnerUp, stages_of
 from profiles.errors import AxisplanError, InputError
 from profiles.files import write_text
+from profiles.hardware import ClusterSpec, load_cluster
+from profiles.huggingface import load_model
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from planner.plan import Plan
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ class DemoSettings:
 
     out: Path
     model: str = "llama-tiny"
-    processes: int = 4
+    processes: int | None = None
+    """Default: the GPUs there are, else four processes on the CPU."""
     seq_len: int = 256
     global_batch: int = 16
     steps: int = 24
@@ -45,14 +45,16 @@ class DemoSettings:
     profile_seconds: float = 60.0
     slower_by: float = 0.15
     """The runner-up to run as well: the first one predicted at least this much slower."""
+    timeout_seconds: float = 600.0
 
 
 @dataclass
-class Measured:
-    """What a run printed: one record a step."""
+class Run:
+    """A plan that was run, and what its run printed: one record a step."""
 
     name: str
     plan: Plan
+    folder: Path
     records: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -65,6 +67,29 @@ class Measured:
     def peak_bytes(self) -> float:
         return float(max(r["peak_bytes"] for r in self.records))
 
+    @property
+    def predicted_bytes(self) -> float:
+        """Allocated bytes of the fullest rank."""
+        return float(max(s["peak_allocated"] for s in self.plan.estimate["memory"]))
+
+
+def run_demo(settings: DemoSettings, out: Console) -> None:
+    """Profile, plan, emit, run, compare; the same for a slower runner-up. Everything made lies in ``settings.out``."""
+    started = time.monotonic()
+    text = training_text(settings)
+    cluster = profiled(settings, out)
+    plan = planned(settings, cluster, out)
+    runs = [Run("plan", plan, settings.out / "launch")]
+    if slower := next((r for r in plan.runners_up if r.slower >= settings.slower_by), None):
+        runs.append(Run("runner-up", instead(plan, slower), settings.out / "launch-runner-up"))
+    for run in runs:
+        emitted(run, settings, text, out)
+        trained(run, settings, out)
+    compared(runs, out)
+    launch = runs[0].folder / "launch.sh"
+    out.print(f"\ndone in {time.monotonic() - started:.0f} s; everything is in {settings.out}")
+    out.print(f"next: axisplan explain {settings.out / 'plan.json'}, or train longer: {launch} --steps 500", soft_wrap=True)
+
 
 def training_text(settings: DemoSettings) -> tuple[Path, ...]:
     """The user's files, or Python's own documentation topics: real English that is on every machine."""
@@ -72,9 +97,143 @@ def training_text(settings: DemoSettings) -> tuple[Path, ...]:
         if not path.is_file():
             raise InputError("--data", path, "is not a file")
     if settings.data:
-        return settings.data
+        return tuple(p.resolve() for p in settings.data)
     from pydoc_data.topics import topics
 
     path = settings.out / "text.txt"
     write_text(path, "\n\n".join(topics[name] for name in sorted(topics)))
-    return (path,)
+    return (path.resolve(),)
+
+
+def profiled(settings: DemoSettings, out: Console) -> ClusterSpec:
+    """This machine as a cluster: measured now, or read from ``--profile``."""
+    out.rule("1. profile: what can this machine do?", align="left")
+    if settings.profile is not None:
+        return load_cluster(str(settings.profile))
+    from profiles.measure.machine import profile_machine
+
+    with progress(out, "measuring matrix products, memory and links, all processes at work at once") as show:
+        measured = profile_machine(settings.processes, budget_seconds=settings.profile_seconds, progress=show)
+    if measured.interrupted or measured.cluster is None:
+        raise KeyboardInterrupt
+    path = settings.out / "cluster.yaml"
+    measured.save(path)
+    cluster = measured.cluster
+    out.print(
+        f"{cluster.gpus} x {cluster.gpu.name}, {screen.gib(cluster.gpu.usable_bytes)} each; every figure with its origin: "
+        f"axisplan clusters show {path}",
+        soft_wrap=True,
+    )
+    return cluster
+
+
+def planned(settings: DemoSettings, cluster: ClusterSpec, out: Console) -> Plan:
+    """The proved plan for the demo's model on ``cluster``."""
+    from planner.solve import PlanRequest, solve
+
+    out.rule("2. plan: the fastest layout that fits, with proof", align="left")
+    job = Job(
+        model=load_model(settings.model),
+        cluster=cluster,
+        execution=load_execution("axisplan"),
+        seq_len=settings.seq_len,
+        global_batch=settings.global_batch,
+        precision="fp32" if cluster.gpu.name.startswith("cpu") else "bf16",
+    )
+    plan = solve(PlanRequest(job, top=12, tie=0.0))
+    path = settings.out / "plan.json"
+    plan.save(path)
+    screen.show_plan(out, plan, top=4)
+    return plan
+
+
+def instead(plan: Plan, runner: RunnerUp) -> Plan:
+    """The plan with ``runner``'s layout in the place of the chosen one."""
+    from planner.plan import layout_from
+
+    layout = layout_from(runner.layout)
+    changes = {"layout": runner.layout, "layout_text": runner.layout_text, "estimate": runner.estimate, "runners_up": []}
+    return plan.model_copy(update={**changes, "stages": stages_of(plan.job(), layout)})
+
+
+def emitted(run: Run, settings: DemoSettings, text: tuple[Path, ...], out: Console) -> None:
+    """The launch folder of a plan."""
+    from planner.emit.axisplan_runtime import emit_axisplan
+
+    out.rule(f"3. emit and run: the {run.name}", align="left")
+    folder = run.folder.resolve()
+    data = [os.path.relpath(path, folder) for path in text]
+    emit_axisplan(run.plan, folder, {"steps": settings.steps, "learning_rate": 1e-3, "data": data})
+    out.print(f"{run.plan.layout_text}\n{run.folder / 'launch.sh'} starts it", soft_wrap=True)
+
+
+def trained(run: Run, settings: DemoSettings, out: Console) -> None:
+    """Run the emitted launch.sh and keep what it prints."""
+    from planner.runtime.launch import supervise
+
+    bin_folder = str(Path(sys.executable).parent)
+    env = {**os.environ, "PATH": bin_folder + os.pathsep + os.environ.get("PATH", "")}
+    log = run.folder / "log.txt"
+    with progress(out, f"training {settings.steps} steps") as show:
+
+        def record(line: dict[str, Any]) -> None:
+            run.records.append(line)
+            show(
+                len(run.records) / settings.steps,
+                f"step {line['step']}  loss {line['loss']:.3f}  {screen.seconds(line['seconds'])}",
+            )
+
+        command = ["bash", str(run.folder / "launch.sh")]
+        supervise(command, record, env, log=log, timeout=settings.timeout_seconds)
+    if len(run.records) < settings.steps:
+        raise AxisplanError(f"the run printed {len(run.records)} of {settings.steps} steps (all of its output: {log})")
+    losses = [r["loss"] for r in run.records]
+    picked = [losses[i] for i in sorted({round(k * (len(losses) - 1) / 5) for k in range(6)})]
+    out.print("loss " + " > ".join(f"{loss:.3f}" for loss in picked), soft_wrap=True)
+
+
+def compared(runs: list[Run], out: Console) -> None:
+    """Predicted against measured, side by side, and whether the order predicted is the order measured."""
+    out.rule("4. predicted against measured", align="left")
+    rows = []
+    for run in runs:
+        predicted = run.plan.step_seconds
+        low, high = run.plan.estimate["step_seconds_low"], run.plan.estimate["step_seconds_high"]
+        rows.append((run.name, run.plan.layout_text, screen.seconds(predicted), f"{screen.seconds(low)} to {screen.seconds(high)}",
+                     screen.seconds(run.seconds), f"{100 * (predicted / run.seconds - 1):+.0f} %",
+                     screen.gib(run.predicted_bytes), screen.gib(run.peak_bytes)))  # fmt: skip
+    columns = ("", "layout", "predicted step", "80 % interval", "measured", "error", "predicted memory", "measured")
+    out.print(screen.table("step time: median; memory: allocated, fullest rank", columns, rows, left=2))
+    if len(runs) < 2:
+        out.print("no runner-up was predicted at least 15 % slower, so there is no order to check")
+        return
+    first, second = runs
+    if first.seconds < second.seconds:
+        out.print(
+            f"the order predicted is the order measured: the plan is {second.seconds / first.seconds:.2f} times as fast as the runner-up"
+        )
+    else:
+        out.print(
+            "the order predicted is NOT the order measured: the runner-up took "
+            f"{second.seconds / first.seconds:.2f} of the plan's time; a noisy machine, or the cost model is wrong here",
+            soft_wrap=True,
+        )
+
+
+@contextmanager
+def progress(out: Console, title: str) -> Iterator[Any]:
+    """A progress bar on a terminal, one line elsewhere; yields ``show(share, what)``."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if not out.is_terminal:
+        out.print(f"{title} ...")
+        yield lambda share, what="": None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[what]}"))
+    with Progress(*columns, console=out, transient=True) as bars:
+        task = bars.add_task(title, total=1.0, what="")
+
+        def show(share: float, what: str = "") -> None:
+            bars.update(task, completed=share, what=what)
+
+        yield show

@@ -156,7 +156,7 @@ def bar(stage: Mapping[str, float], limit: float, width: int = 24) -> str:
     return f"{marks[:width]:<{width}}|" + ("+" if stage["device"] > limit else "")
 
 
-def show_plan(out: Console, plan: Plan, saved_as: str | None = None) -> None:
+def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | None = None) -> None:
     """The answer, the runners-up, the certificate, and what to type next."""
     show_estimate(out, plan.layout_text, plan.estimate)
     if plan.runners_up:
@@ -168,7 +168,7 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None) -> None:
                 percent(r.chance_faster),
                 worst_loss(r.loses),
             )
-            for r in plan.runners_up
+            for r in plan.runners_up[:top]
         ]
         out.print(table("runners-up", ("layout", "step", "slower", "chance faster", "loses most on"), rows))
     show_certificate(out, plan)
@@ -202,9 +202,8 @@ def show_certificate(out: Console, plan: Plan) -> None:
         soft_wrap=True,
     )
     if c.proposed_seconds > c.fastest_seconds * (1 + 1e-9):
-        out.print(
-            f"             the plan proposed takes {c.proposed_seconds:.6g} s: within {percent(c.tie)}, and simpler or roomier (--tie 0: the fastest)"
-        )
+        taste = f"within {percent(c.tie)}, and simpler or roomier (--tie 0: the fastest)"
+        out.print(f"             the plan proposed takes {c.proposed_seconds:.6g} s: {taste}", soft_wrap=True)
 
 
 def show_check(out: Console, layout: str, document: Mapping[str, Any]) -> None:
