@@ -41,11 +41,13 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """How tokens travel to experts: ``efficiency`` and ``seconds`` of an uneven all-to-all inside a domain, and ``outside``, the
-    share of the bytes between domains that is left where a dispatcher sends one copy of a token to each node (DeepEP, HybridEP)."""
+    share of the bytes between domains that is left where a dispatcher sends one copy of a token to each node (DeepEP, HybridEP);
+    ``outside_time``: the same share in time."""
 
     efficiency: float = 1.0
     seconds: float = 0.0
     outside: float = 1.0
+    outside_time: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Network:
             part = bytes * inside / group.ranks / exchange.efficiency
             seconds = _seconds(self.cluster, "all_to_all", part, inside, group.stride)
         if inside < group.ranks:
-            whole = _seconds(self.cluster, "all_to_all", bytes * exchange.outside, group.ranks, group.stride)
+            whole = _seconds(self.cluster, "all_to_all", bytes * exchange.outside_time, group.ranks, group.stride)
             seconds = max(seconds, whole)
         return seconds + exchange.seconds
 

@@ -207,12 +207,15 @@ def exchange_of(job: Job, layout: Layout, unit: int) -> Exchange | None:
     execution = job.execution
     outside = 1.0
     ranks, nodes = layout.ep, -(-layout.ep * layout.etp // job.cluster.gpus_per_node)
-    if layout.dispatcher in ("deepep", "hybridep") and nodes > 1:
+    if layout.dispatcher not in ("deepep", "hybridep"):
+        return Exchange(execution.exchange_efficiency, execution.exchange_seconds)
+    if nodes > 1:
         reached = float(expected_distinct(moe.experts, moe.top_k, nodes))
         if moe.groups > 1:
             reached = min(reached, float(moe.top_groups) * max(1.0, nodes / moe.groups))
         outside = min(1.0, reached / float(expected_distinct(moe.experts, moe.top_k, ranks)))
-    return Exchange(execution.exchange_efficiency, execution.exchange_seconds, outside)
+    slow = 1.0 / execution.deduplicated_network_efficiency
+    return Exchange(execution.exchange_efficiency, execution.deduplicated_exchange_seconds, outside, outside * slow)
 
 
 def _pass(

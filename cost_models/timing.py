@@ -63,8 +63,15 @@ class TimeFacts:
     """Interleaved schedules send and receive beside work; plain 1F1B blocks."""
     p2p_blocking: bool = True
     """Plain 1F1B: both ranks wait for the transfer."""
+    post_validation: bool = False
+    """A rank starts the next step without waiting for the others' gradient norms (the zero-bubble paper's optimizer)."""
     exchange_seconds: float = 60.0e-6
     """Added to each all-to-all of tokens: split sizes, uneven parts."""
+    deduplicated_exchange_seconds: float = 200.0e-6
+    """The same for DeepEP and HybridEP: layout of ranks and nodes, notification, conversion of the routing map."""
+    deduplicated_network_efficiency: float = 0.6
+    """Rate between nodes of DeepEP and HybridEP, whose copies are forwarded inside each node, over an all-to-all's: 0.45-0.67 of the
+    NICs at 2-8 nodes and 20-24 SMs (hardware/data/deepep_alltoall.csv)."""
     exchange_efficiency: float = 0.75
     """Rate of an all-to-all of uneven parts over the equal-parts rate, inside a domain."""
     ep_overlap: bool = False
