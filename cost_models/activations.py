@@ -20,13 +20,13 @@ from profiles.operations import Number
 @dataclass(frozen=True, slots=True)
 class ChunkMemory:
     """Bytes per microbatch on one rank. ``kept``: from forward to backward. ``weight_pass``: held from input-gradient to
-    weight-gradient pass. ``beyond``: the most that exists beyond ``kept`` (of this microbatch) in its backward, at ``moment``.
-    ``largest``: kept by its largest layer."""
+    weight-gradient pass. ``loss`` and ``backward``: the most that exists beyond ``kept`` (of this microbatch) at the loss (None
+    where the chunk has none) and in the backward of its layers. ``largest``: kept by its largest layer."""
 
     kept: Number = 0
     weight_pass: Number = 0
-    beyond: Number = 0
-    moment: str = ""
+    loss: Number | None = None
+    backward: Number = 0
     largest: Number = 0
 
 
@@ -60,7 +60,7 @@ def chunk_memory(job: Job, layout: Layout, chunk: int) -> ChunkMemory:
 
 
 def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, last: bool, boundary: bool) -> ChunkMemory:
-    """A chunk of ``runs`` layers; ``first`` holds the embedding, ``last`` the head and MTP modules, ``boundary`` sends its output on.
+    """A chunk of ``runs`` layers; ``first`` holds the embedding, ``last`` head and MTP modules, ``boundary`` sends its output on.
 
     Backward goes from the last layer to the first: while a layer runs, what later layers (and the head) kept is free again, and
     the layer's own recomputed tensors and gradients exist beside what is kept.
@@ -69,12 +69,13 @@ def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, la
     weight_pass: Number = 0
     largest: Number = 0
     freed: Number = 0
-    moments: list[tuple[Number, str]] = []
+    loss: Number | None = None
+    backward: Number = 0
     if last:
-        for name, cost in _tail(job, degrees):
+        for cost in _tail(job, degrees):
             kept = kept + cost.saved_bytes
             weight_pass = weight_pass + cost.weight_pass_bytes
-            moments.append((cost.transient - freed, name))
+            loss = cost.transient if loss is None else maximum(loss, cost.transient - freed)
             freed = freed + cost.saved_bytes
     unit = job.execution.recompute_unit
     for run in reversed(tuple(runs)):
@@ -86,7 +87,7 @@ def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, la
             again = cost.saved_bytes * together - each
         else:
             total, again = each * run.count, maximum(cost.saved_bytes - each, 0)
-        moments.append((again + cost.transient - freed, "backward of a layer"))
+        backward = maximum(backward, again + cost.transient - freed)
         kept = kept + total
         weight_pass = weight_pass + cost.weight_pass_bytes * run.count
         largest = maximum(largest, each)
@@ -96,14 +97,7 @@ def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, la
     if boundary and job.execution.pipeline_output_kept:
         local = Local(job, degrees)
         kept = kept + local.split_tokens * job.model.hidden * local.bytes
-    beyond: Number = 0
-    moment = ""
-    for size, name in moments:
-        if not isinstance(size, (int, float)):
-            beyond = maximum(beyond, size)
-        elif size > beyond:
-            beyond, moment = size, name
-    return ChunkMemory(kept, weight_pass, beyond, moment, largest)
+    return ChunkMemory(kept, weight_pass, loss, backward, largest)
 
 
 def offloaded(activations: Number, chunks: Iterable[ChunkMemory]) -> Number:
@@ -116,15 +110,17 @@ def offloaded(activations: Number, chunks: Iterable[ChunkMemory]) -> Number:
 
 def layer_cost(job: Job, degrees: Degrees, kind: int) -> LayerCost:
     """The operations of a layer kind; remembered for a ``Layout``, whose activations depend on few of its fields."""
-    return _layer(job, _key(degrees), kind) if isinstance(degrees, Layout) else layer_operations(job, degrees, job.model.kinds[kind])
+    if isinstance(degrees, Layout):
+        return _layer(job, _key(degrees), kind)
+    return layer_operations(job, degrees, job.model.kinds[kind])
 
 
-def _tail(job: Job, degrees: Degrees) -> list[tuple[str, LayerCost]]:
+def _tail(job: Job, degrees: Degrees) -> list[LayerCost]:
+    """What follows the layers, the last to run backward last: MTP modules end the forward, so their losses come first."""
     if isinstance(degrees, Layout):
         key = _key(degrees)
-        return [("loss", _head(job, key)), *(("loss of a multi-token-prediction module", _mtp(job, key)) for _ in range(job.model.mtp))]
-    head = head_operations(job, degrees)
-    return [("loss", head), *(("loss of a multi-token-prediction module", mtp_operations(job, degrees)) for _ in range(job.model.mtp))]
+        return [_mtp(job, key)] * job.model.mtp + [_head(job, key)]
+    return [mtp_operations(job, degrees) for _ in range(job.model.mtp)] + [head_operations(job, degrees)]
 
 
 def _key(layout: Layout) -> Layout:

@@ -90,7 +90,7 @@ class Execution(TimeFacts):
     parameter_bytes: float = 2.0
     """Stored working parameter in 16-bit training (4: fp32 storage, cast where it is gathered or used)."""
     fp8_parameters: bool = False
-    """Under an 8-bit precision the working parameters of linear layers are stored and gathered in one byte."""
+    """Under an 8-bit precision the working parameters of linear layers are gathered in one byte, and stored so unless in fp32."""
     fp8_parameter_copies: float = 2.0
     """Bytes a stored 8-bit parameter of a linear layer: its two layouts (row- and column-wise) of one byte each."""
     fp8_weight_cache: float = 2.0
@@ -159,6 +159,8 @@ class Execution(TimeFacts):
     # -- outside the tensors ------------------------------------------------------------------------------------------
     reserved_ratio: float = 1.03
     """Reserved / allocated of the caching allocator."""
+    eager_reserved_ratio: float = 1.07
+    """The same where element-wise work is eager: many short-lived tensors of odd sizes."""
     workspace_bytes: float = 64.0 * 2**20
     """Matrix-product and reduction workspaces inside the allocator."""
     communicator_bytes: float = 0.5 * 2**30

@@ -278,17 +278,18 @@ class Builder:
 
     def norm(self, name: str, tokens: Number, width: Number, *, output: bool, gathered: Number | None = None) -> None:
         """A normalisation of ``width`` over ``tokens`` rows: its work, the input it keeps, and (``output``) its output as the kept
-        input of the linear layer behind it; ``gathered`` = rows of that input where the gathered one is kept."""
+        input of the linear layer behind it; ``gathered`` = rows of that input where the gathered one is kept. What is compiled is
+        the layer; the final norm stays eager."""
         local, execution = self.local, self.local.execution
         size = tokens * width
         self.pointwise(name, 2 * size * local.bytes, 3 * size * local.bytes)
-        eager = execution.elementwise == "eager"
+        eager = execution.elementwise == "eager" or (execution.elementwise == "compiled" and name == "final_norm")
         self.keep(f"{name}_input", size * (4 if eager else local.bytes), module="norm")
         if eager:
             self.keep(f"{name}_normalised", size * local.bytes, module="norm")
         if execution.statistics:
             self.keep(f"{name}_statistics", 4 * tokens * (2 if local.model.norm == "layer" else 1), module="norm")
-        if output and (execution.elementwise != "compiled" or gathered is not None):
+        if output and (execution.elementwise != "compiled" or eager or gathered is not None):
             rows = tokens if gathered is None else gathered
             self.keep(f"{name}_output", rows * width * local.input_bytes, weight=True, module="norm_output")
 

@@ -23,9 +23,9 @@ from profiles.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes on the worst rank of a pipeline rank ``stage``. The categories up to ``temporary`` add to ``peak_allocated``: what lives
-    at the step's fullest moment, ``peak_at``. ``communication``: communicators, outside the allocator. ``host``: on the node's
-    side, per rank."""
+    """Bytes on the worst rank of a pipeline rank ``stage``. The categories up to ``temporary`` add to ``peak_allocated``: what
+    lives at the step's fullest moment, ``peak_at``. ``communication``: communicators, outside the allocator. ``host``: on the
+    node's side, per rank."""
 
     stage: int
     parameters: float
@@ -69,19 +69,20 @@ def _rank_memory(job: Job, layout: Layout, rank: int, snapshots: Sequence[tuple[
     lasting = lasting_buffers(job, layout, rank)
     gathered = gathered_buffers(job, layout, rank)
     activations, temporary, moment = max(
-        (_moment(layout, chunks, snapshot) for snapshot in snapshots), key=lambda found: found[0] + found[1]
+        (found for snapshot in snapshots for found in _moments(chunks, snapshot, gathered)), key=lambda found: found[0] + found[1]
     )
     kept_on_host = 0.0
     if "activations" in layout.offload:
         on_device = offloaded(activations, chunks.values())
         kept_on_host, activations = activations - on_device, on_device
-    temporary += lasting + gathered
+    temporary += lasting
     update = lasting + optimizer_temporary(job, layout, holding)
     if update > activations + temporary:
         activations, temporary, moment = 0.0, update, "optimizer step"
     allocated = float(states.total + activations + temporary)
     execution = job.execution
-    reserved = allocated * execution.reserved_ratio + execution.workspace_bytes
+    slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
+    reserved = allocated * slack + execution.workspace_bytes
     communication = communicators(job, layout)
     outside = communication + job.cluster.gpu.context_bytes + graph_pool(job, activations)
     initial = initial_bytes(job, holding, states)
@@ -96,19 +97,25 @@ def _rank_memory(job: Job, layout: Layout, rank: int, snapshots: Sequence[tuple[
         allocated,
         float(reserved),
         float(reserved + outside),
-        float(initial * execution.reserved_ratio + outside),
+        float(initial * slack + outside),
         float(states.host + kept_on_host),
         moment,
     )
 
 
-def _moment(layout: Layout, chunks: dict[int, ChunkMemory], snapshot: tuple[tuple[int, int, int], ...]) -> tuple[float, float, str]:
-    """(activations, temporaries, name) of the fullest moment around one snapshot of the schedule. The backward that runs then is one
-    of a chunk with activations alive; the one that needs most is taken."""
-    kept = sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot)
+Snapshot = tuple[tuple[int, int, int], ...]
+
+
+def _moments(chunks: dict[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[float, float]) -> list[tuple[float, float, str]]:
+    """(activations, temporaries, name) at the moments around one snapshot of the schedule: the loss and the backward of a layer, of
+    the chunk with activations alive that needs most."""
+    kept = float(sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot))
     running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
-    worst = max(running, key=lambda c: c.beyond)
-    return kept, worst.beyond, worst.moment
+    losses = [float(c.loss) for c in running if c.loss is not None]
+    out = [(kept, max(float(c.backward) for c in running) + gathered[1], "backward of a layer")]
+    if losses:
+        out.append((kept, max(losses) + gathered[0], "loss"))
+    return out
 
 
 def fits(job: Job, layout: Layout) -> tuple[bool, StageMemory]:

@@ -1,4 +1,4 @@
-"""Memory that is neither states nor kept activations: gathered parameters, buffers, communicators, and the building of the model."""
+"""Memory beside states and kept activations: gathered parameters, buffers, communicators, and the building of the model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from profiles.operations import Number
 ENDS = ("embedding", "head")
 
 
-def gathered_buffers(job: Job, layout: Any, rank: int) -> Number:
-    """ZeRO-2 and 3: whole parameters of the layers at work (``gathered_units``) and of the ends' unit, and the whole gradients of
-    one layer before they are reduced.
+def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
+    """(at the loss, in the backward of a layer): whole parameters and gradients under ZeRO-2 and 3.
 
-    ZeRO-3 under a pipeline that does not reshard keeps every gathered layer of the rank.
+    ZeRO-3 gathers the ends' unit (embedding, final norm, head) for the step, one layer at the loss and ``gathered_units`` in the
+    backward, or keeps every layer of the rank under a pipeline that does not reshard. In the backward the head's gradient waits
+    for the ends' unit, and the gradients of ``unsharded_gradient_units`` layers exist before they are reduced; where a pipeline
+    reduces once a step, those of the whole stage.
     """
     if layout.zero < 2:
-        return 0
+        return 0, 0
     execution = job.execution
     wide = 4.0 if job.precision == "fp32" else execution.gather_bytes
+    reduced = 4.0 if job.precision == "fp32" else execution.reduce_bytes
     largest: Number = 0
     every: Number = 0
     ends: Number = 0
@@ -38,16 +41,17 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> Number:
         else:
             largest = maximum(largest, size)
             every = every + size * times
-    reduced = 4.0 if job.precision == "fp32" else execution.reduce_bytes
-    gradients = execution.unsharded_gradient_units * largest * maximum(wide, reduced)
-    parameters: Number = 0
+    loss: Number = 0
+    backward = execution.unsharded_gradient_units * largest * maximum(wide, reduced)
     if layout.zero == 3:
+        root, root_gradient = (wide * ends, wide * head) if execution.gathered_root else (0, 0)
         kept = layout.pp > 1 and not execution.reshard_with_pipeline
-        parameters = wide * (every if kept else execution.gathered_units * largest)
-        if execution.gathered_root:
-            parameters = parameters + wide * ends + wide * head
+        if kept and not execution.reduce_every_microbatch:
+            backward = backward + reduced * (every + ends)
+        loss = root + wide * (every if kept else largest)
+        backward = backward + root + root_gradient + wide * (every if kept else execution.gathered_units * largest)
     ways, _ = shards(layout)
-    return where(ways > 1, parameters + gradients, 0)
+    return where(ways > 1, loss, 0), where(ways > 1, backward, 0)
 
 
 def lasting_buffers(job: Job, layout: Any, rank: int) -> Number:
@@ -62,7 +66,7 @@ def lasting_buffers(job: Job, layout: Any, rank: int) -> Number:
 
 
 def dummy_gradients(job: Job, layout: Any, rank: int) -> Number:
-    """One 16-bit gradient for each distinct shape of a linear layer's weight on the rank (Q, K and V are one weight where fused)."""
+    """One 16-bit gradient for each distinct shape of a linear layer's weight on the rank (Q, K and V are one where fused)."""
     shapes: dict[tuple[int, int, str], Number] = {}
     for weights, _ in stage_weights(job, layout, rank):
         for rows, columns, split in fused_shapes(weights, job.execution.fused_qkv):
@@ -134,4 +138,4 @@ def host_bytes(job: Job, layout: Any) -> float:
 
     ranks = min(job.cluster.gpus_per_node, layout.world)
     worst = max(s.host for s in stage_memory(job, layout))
-    return ranks * (worst + 4.0 * job.execution.initial_host_copies * job.model.parameters.total)
+    return ranks * float(worst + 4.0 * job.execution.initial_host_copies * job.model.parameters.total)

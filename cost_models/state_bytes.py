@@ -44,7 +44,7 @@ def bytes_of(execution: Execution, precision: str, optimizer: str) -> Bytes:
     weight = 4.0 if full else execution.parameter_bytes
     linear = weight
     if precision in LOW_PRECISION:
-        stored = execution.fp8_parameters and precision != "nvfp4"
+        stored = execution.fp8_parameters and execution.parameter_bytes < 4 and precision != "nvfp4"
         linear = execution.fp8_parameter_copies if stored else weight + execution.fp8_weight_cache
     moment = 4.0 if full else execution.moment_bytes
     moments = {"adamw": 2 * moment, "adamw8bit": 2 * ADAM_8BIT_MOMENT, "muon": 2 * moment, "sgd": moment}[optimizer]
