@@ -321,6 +321,109 @@ def report_verdict(chosen: Layout, verdict: dict[str, Any], as_json: bool) -> No
 # -- running it -------------------------------------------------------------------------------------------------------
 
 
+@command("demo", "axisplan demo\naxisplan demo --data notes.txt --steps 200")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("axisplan-demo"), show_default=True)
+@click.option(
+    "--data", type=click.Path(path_type=Path), multiple=True, help="Text to train on (default: Python's own documentation)."
+)
+@click.option("--model", default="llama-tiny", show_default=True, help="A built-in name or a config.json.")
+@click.option("--processes", type=click.IntRange(2, 64), help="Default: the GPUs there are, else 4 on the CPU.")
+@click.option("--steps", type=click.IntRange(4, 100_000), default=24, show_default=True)
+@click.option("--profile", type=click.Path(path_type=Path), help="A cluster.yaml measured before, instead of measuring now.")
+@click.option("--profile-seconds", type=click.FloatRange(5, 600), default=60.0, show_default=True)
+def demo(**options: Any) -> None:
+    """The whole job on this machine: measure, plan, prove, emit, train, compare. A few minutes on two cores."""
+    from planner import screen
+    from planner.demo import DemoSettings, run_demo
+
+    run_demo(DemoSettings(**options), screen.console())
+
+
+@command("emit", "axisplan emit plan.json --target axisplan --launcher torchrun --out launch")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--target", type=click.Choice(("axisplan",)), default="axisplan", show_default=True)
+@click.option("--launcher", type=click.Choice(("torchrun",)), default="torchrun", show_default=True)
+@click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Training text or prepared data.")
+@click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
+def emit(plan: Path, target: str, launcher: str, data: tuple[Path, ...], steps: int, out: Path) -> None:
+    """The launch files of a plan: a folder with the plan, the settings, launch.sh and a README."""
+    from planner.emit.axisplan_runtime import emit_axisplan
+    from planner.plan import Plan
+
+    settings = {"steps": steps, "data": [os.path.relpath(path.resolve(), out.resolve()) for path in data]}
+    for path in emit_axisplan(Plan.load(plan), out, settings, launcher):
+        click.echo(path)
+
+
+@command("run", "axisplan run plan.json --data notes.txt --steps 100")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--settings", type=click.Path(path_type=Path), help="Training settings (JSON), as emitted.")
+@click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Training text or prepared data.")
+@click.option("--steps", type=click.IntRange(1))
+@click.option("--out", type=click.Path(path_type=Path), help="Where checkpoints and metrics go (default: run/ beside the plan).")
+@click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="Any other training setting.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Rendezvous port (default: a free one).")
+@as_json
+def run(
+    plan: Path,
+    settings: Path | None,
+    data: tuple[Path, ...],
+    steps: int | None,
+    out: Path | None,
+    extra: tuple[str, ...],
+    port: int | None,
+    as_json: bool,
+) -> None:
+    """Train a plan on this machine's devices through torchrun: one line a step."""
+    from planner import screen
+    from planner.plan import Plan
+    from planner.runtime.launch import launch
+
+    loaded = Plan.load(plan)
+    arguments = ["train", str(plan.resolve())]
+    for name, value in (("--settings", settings), ("--steps", steps), ("--out", out)):
+        arguments += [name, str(value)] if value is not None else []
+    arguments += ["--data", *map(str, data)] if data else []
+    for pair in extra:
+        arguments += ["--set", pair]
+
+    def record(line: dict[str, Any]) -> None:
+        if as_json:
+            click.echo(json.dumps(line))
+        else:
+            click.echo(
+                f"step {line['step']:>6}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
+                f"{screen.seconds(line['seconds'])}  {line['tokens_per_second']:,.0f} tokens/s  {screen.gib(line['peak_bytes'])}"
+            )
+
+    launch(arguments, loaded.layout_object.world, record, port=port)
+
+
+@command("worker", hidden=True)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def worker(arguments: tuple[str, ...]) -> None:
+    """One process of a run, started by torchrun."""
+    from planner.runtime.worker import main as work
+
+    raise click.exceptions.Exit(work(list(arguments)))
+
+
+worker.ignore_unknown_options = True
+worker.context_settings = {"ignore_unknown_options": True, "help_option_names": []}
+
+
+@command("completion", 'eval "$(axisplan completion bash)"')
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """The shell's completion script; put its output into your shell's start-up file."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "axisplan", "_AXISPLAN_COMPLETE").source())
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit with DESIGN.md's codes; never a traceback (AXISPLAN_TRACEBACK=1 shows one)."""
     code = 0

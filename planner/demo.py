@@ -209,9 +209,8 @@ def compared(runs: list[Run], out: Console) -> None:
         return
     first, second = runs
     if first.seconds < second.seconds:
-        out.print(
-            f"the order predicted is the order measured: the plan is {second.seconds / first.seconds:.2f} times as fast as the runner-up"
-        )
+        ratio = second.seconds / first.seconds
+        out.print(f"the order predicted is the order measured: the plan is {ratio:.2f} times as fast as the runner-up")
     else:
         out.print(
             "the order predicted is NOT the order measured: the runner-up took "

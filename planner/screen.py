@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MEMORY_KEYS = ("parameters", "gradients", "optimizer", "activations", "temporary", "communication")
+SHORT = {
+    "parameters": "param",
+    "gradients": "grad",
+    "optimizer": "optim",
+    "activations": "activ",
+    "temporary": "temp",
+    "communication": "comm",
+}
 MARKS = "█▓▒░◆◇"
 """One mark a memory category, so that the bars can be read without colour."""
 
@@ -119,34 +127,25 @@ def show_seconds(out: Console, document: Mapping[str, Any]) -> None:
 
 
 def show_memory(out: Console, document: Mapping[str, Any], most: int = 8) -> None:
-    """Memory of the stages, the fullest ``most`` of them, as figures and as bars against the limit."""
+    """Memory of the stages, the fullest ``most`` of them, in GiB and as bars against the limit."""
     stages = sorted(document["memory"], key=lambda s: -s["device"])[:most]
     limit = document["limit_bytes"]
     shown = [k for k in MEMORY_KEYS if any(s.get(k, 0) for s in document["memory"])]
-    rows = []
-    for stage in sorted(stages, key=lambda s: s["stage"]):
-        full = stage["device"] / limit
-        rows.append(
-            (
-                stage["stage"],
-                *(gib(stage[k]) for k in shown),
-                gib(stage["peak_allocated"]),
-                gib(stage["device"]),
-                percent(full),
-                bar(stage, limit),
-            )
-        )
-    title = f"memory by stage (limit {gib(limit)} a GPU)" + (
-        f": the fullest {most} of {len(document['memory'])}" if len(document["memory"]) > most else ""
-    )
+    keys = (*shown, "peak_allocated", "device")
+    rows = [
+        (stage["stage"], *(f"{stage[k] / GIB:.2f}" for k in keys), percent(stage["device"] / limit), bar(stage, limit))
+        for stage in sorted(stages, key=lambda s: s["stage"])
+    ]
+    left_out = f": the fullest {most} of {len(document['memory'])}" if len(document["memory"]) > most else ""
+    names = [f"{mark} {SHORT.get(k, k)}" for mark, k in zip((MARKS[MEMORY_KEYS.index(k)] for k in shown), shown, strict=True)]
     grid = table(
-        title,
-        ("stage", *shown, "allocated", "device", "of limit", " ".join(f"{m}{k}" for m, k in zip(MARKS, shown, strict=False))),
+        f"memory by stage in GiB (limit {limit / GIB:.2f}){left_out}",
+        ("stage", *names, "allocated", "device", "of limit", "up to | the limit"),
         rows,
     )
+    for column in grid.columns:
+        column.no_wrap = True
     grid.columns[-1].justify = "left"
-    grid.columns[-1].overflow = "crop"
-    grid.columns[-1].no_wrap = True
     out.print(grid)
 
 
