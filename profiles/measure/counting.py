@@ -1,4 +1,4 @@
-"""Counts what a call really does: kernels, bytes they read and write, FLOPs, as the dispatcher sees them.
+"""Counts what a call really does, as the dispatcher sees it: kernels, bytes they read and write, FLOPs, bytes alive.
 
 ``torch.utils.flop_counter`` is not used as a mode: on CPU it does not know attention, and it decomposes operators when other
 modes are active. Its formulas are.
@@ -6,12 +6,15 @@ modes are active. Its formulas are.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
 
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh"}
 """Operators that launch nothing."""
@@ -44,3 +47,40 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
         return int(sdpa_flop_count(query.shape, key.shape, value.shape))
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Within ``with LiveBytes(fixed) as live``: ``live.peak``, the most bytes of storages that were alive at once after any
+    operator, without those of ``fixed``. Storages that existed before count from when they are ``hold``-ed; memory inside a kernel
+    is not seen.
+
+    A storage's Python object lives as long as the storage, so its finaliser says when the bytes are free.
+    """
+
+    def __init__(self, fixed: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._sizes = WeakIdKeyDictionary()
+        self._now = 0
+        self.peak = 0
+        for tensor in fixed:
+            self._sizes[tensor.untyped_storage()] = 0
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """Counts the storages of ``tensors`` from now until they are freed."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage in self._sizes:
+                continue
+            size = storage.nbytes()
+            self._sizes[storage] = size
+            self._now += size
+            weakref.finalize(storage, self._free, size)
+        self.peak = max(self.peak, self._now)
+
+    def _free(self, size: int) -> None:
+        self._now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.hold(*(t for t in tree_leaves(out) if isinstance(t, torch.Tensor)))
+        return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(records: Path, log: Path) -> str:
-    """What a failed worker said: its own record of the error, else the last line of the log that names one."""
+    """What a failed worker said: its own record of the error, else the last error its log names, else how it ended."""
     for line in records.read_text().splitlines():
         try:
             record = json.loads(line)
@@ -126,5 +127,6 @@ def _reason(records: Path, log: Path) -> str:
         if record.get("type") == "error":
             return str(record["message"])
     lines = [ln.strip() for ln in log.read_text(errors="replace").splitlines() if ln.strip()]
-    named = [ln for ln in lines if "Error" in ln and "traceback" not in ln.lower()]
-    return (named or lines or ["no output"])[-1][:300]
+    named = [ln for ln in lines if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", ln) and "ChildFailedError" not in ln]
+    ended = [ln for ln in lines if ln.startswith("exitcode")]
+    return (named[-1:] or ended[:1] or lines[-1:] or ["no output"])[0][:300]

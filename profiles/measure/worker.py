@@ -1,6 +1,6 @@
 """One worker of the profiler under torchrun: ``python -P -m profiles.measure.worker JOB RECORDS``.
 
-The job names what to measure, ``{"gpu": {...}, "links": {...}}``; rank 0 appends a record a line to RECORDS.
+The job names what to measure, ``{"gpu": {...}, "links": {...}, "layer": {...}}``; rank 0 appends a record a line to RECORDS.
 """
 
 from __future__ import annotations
@@ -102,6 +102,13 @@ def _work(job: dict[str, Any], report: Any) -> None:
         gpu_worker.measure_here(device, together, report=report, **job["gpu"])
     if "links" in job:
         link_worker.measure_here(device, together, report=report, **job["links"])
+    if "layer" in job:
+        from profiles.measure import layer_worker
+        from profiles.measure.layer import resolve
+
+        given = dict(job["layer"])
+        make = resolve(given.pop("layer"), given.pop("folder"))
+        layer_worker.measure_here(device, together, report=report, make=make, **given)
     together.gather("done")
     dist.destroy_process_group()
 
