@@ -1,7 +1,8 @@
 """Names and files of GPUs, links and clusters: what ships with the package, what a user writes, what the profiler writes.
 
 A GPU file holds a ``GpuProfile``; a cluster file a ``ClusterSpec`` in which ``gpu`` and each level's ``link`` are a name or the
-whole thing. ``like: NAME`` at the top of a shipped file starts from another one and replaces what is given (mappings key by key).
+whole thing. ``like: NAME`` at the top of a shipped file starts from another one and replaces what is given (mappings key by key;
+null removes).
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _merged(base: Any, over: Any) -> Any:
     if isinstance(base, dict) and isinstance(over, dict):
         if "value" in base and "origin" in base and "origin" in over:
             return over
-        return {key: _merged(base.get(key), over[key]) if key in over else base[key] for key in {**base, **over}}
+        joined = {key: _merged(base.get(key), over[key]) if key in over else base[key] for key in {**base, **over}}
+        return {key: value for key, value in joined.items() if value is not None}
     return over
 
 
@@ -261,8 +263,30 @@ def shaped_levels(kind: str, nodes: int, per_node: int) -> tuple[Level, ...]:
 
 def to_yaml(thing: GpuProfile | Link | ClusterSpec) -> str:
     """The whole object as YAML that ``load_cluster`` or ``load_gpu`` reads back to an equal one."""
-    data = TypeAdapter(type(thing)).dump_python(thing, mode="json", exclude_none=True)
-    return yaml.safe_dump(data, sort_keys=False, width=132)
+    return dump_yaml(TypeAdapter(type(thing)).dump_python(thing, mode="json", exclude_none=True))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Plain block style, values in full (no aliases), floats short where that loses nothing."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _short(dumper: _Dumper, value: float) -> yaml.ScalarNode:
+    text = next(form for form in (f"{value:.6g}", f"{value:.12g}", repr(value)) if float(form) == value)
+    mantissa, mark, power = text.partition("e")
+    if "." not in mantissa and "n" not in mantissa:
+        mantissa += ".0"
+    return dumper.represent_scalar("tag:yaml.org,2002:float", mantissa + mark + power)
+
+
+_Dumper.add_representer(float, _short)
+
+
+def dump_yaml(data: dict[str, Any]) -> str:
+    """YAML text of plain data as this package writes it."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=132, allow_unicode=True)
 
 
 def describe(thing: ClusterSpec | GpuProfile | Link) -> list[Row]:
@@ -300,7 +324,7 @@ def _row(field: str, constant: Constant) -> Row:
 
 UNITS = {
     "efficiency": "of peak", "t0_seconds": "s", "alpha_seconds": "s", "m0": "rows", "n0": "columns", "k0": "elements",
-    "s0": "tokens", "f0_flops": "FLOP", "g": "exponent", "memory_bytes_per_second": "B/s", "bytes_per_second": "B/s each way per GPU",
+    "s0": "tokens", "f0_flops": "FLOP", "g": "exponent", "memory_bytes_per_second": "B/s", "bytes_per_second": "B/s one way per GPU",
     "sqrt_seconds": "s/sqrt(B)", "tokens0": "tokens", "w0": "SMs/tile", "padding": "share", "weight_gradient": "x forward",
     "fp8_speed": "x bf16", "full_share": "of s0", "quantise_multiplier": "x 3mk bytes", "heldout_error": "fraction",
     "head_dim_speed": "x head 128", "backward_ratio": "x forward",

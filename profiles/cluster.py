@@ -137,8 +137,8 @@ class ClusterSpec:
 
         Within a domain: the link's own curve. Across domains the rings are pipelined, so latencies add and the slowest level sets
         the rest: ``sum_l alpha_l + max_l(S/(n_l B_l) + c_l sqrt(S))``, where n_l ranks of the group sit in one domain below level l
-        and each brings its own NIC. An all-reduce takes the faster of ring and tree; an all-to-all sends each level's part over that
-        level. ``sharing``: groups that use one NIC (or one shared bus) at once. A send_recv is priced between the two neighbours
+        and each brings its own NIC. An all-reduce takes the faster of ring and tree; an all-to-all sends each level's part over
+        that level. ``sharing``: groups that use one NIC (or one shared bus) at once. A send_recv is priced between the two neighbours
         that are furthest apart. Zero for one rank. Arrays welcome everywhere.
         """
         if isinstance(ranks, np.ndarray) or isinstance(stride, np.ndarray) or isinstance(sharing, np.ndarray):

@@ -1,8 +1,8 @@
 """Curves from samples: the one place where a GPU's or a link's constants come from measured times.
 
 Used by ``benchmarks/fit_hardware.py`` (the shipped curves) and by ``axisplan profile`` (this machine). Every fit minimises
-relative error, nearly its absolute value (a soft L1), and states its error on samples that were held out; the curve returned is then
-fitted to all of them. numpy only.
+relative error, nearly its absolute value (a soft L1), and states its error on samples that were held out; the curve returned is
+then fitted to all of them. numpy only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MatmulSample:
 
 @dataclass(frozen=True)
 class AttentionSample:
-    """One forward of flash attention: ``batch`` sequences of ``length``, ``heads`` of ``head_dim``, causal unless told otherwise."""
+    """One forward of flash attention: ``batch`` sequences of ``length``, ``heads`` of ``head_dim``."""
 
     batch: float
     length: float
@@ -194,8 +194,8 @@ def _held_out(
 
 
 def fit_matmul(
-    samples: Sequence[MatmulSample], *, peak: float, memory_bytes_per_second: float, item_bytes: float = 2.0, out_bytes: float = 2.0,
-    derate: bool = True, cast: bool = False, folds: int = 5, origin: Origin = "fitted", source: str = "fit_matmul",
+    samples: Sequence[MatmulSample], *, peak: float, memory_bytes_per_second: float, item_bytes: float = 2.0,
+    out_bytes: float = 2.0, derate: bool = True, cast: bool = False, folds: int = 5, origin: Origin = "fitted", source: str = "fit_matmul",
 ) -> Fit[MatmulCurve]:  # fmt: skip
     """The saturating form with power derate (module ``profiles.gpu``), whole (n, k) pairs held out in turn.
 
@@ -249,8 +249,8 @@ def fit_matmul(
 
 
 def fit_attention(
-    samples: Sequence[AttentionSample], *, peak: float, sms: float, head_dim: int = 128, backward_ratio: dict[int, float] | None = None,
-    full_share: float = 0.45, origin: Origin = "fitted", source: str = "fit_attention",
+    samples: Sequence[AttentionSample], *, peak: float, sms: float, head_dim: int = 128,
+    backward_ratio: dict[int, float] | None = None, full_share: float = 0.45, origin: Origin = "fitted", source: str = "fit_attention",
 ) -> Fit[AttentionCurve]:  # fmt: skip
     """Efficiency, t0, s0 and w0 from the forward samples of ``head_dim``, every third length held out; speed at other head sizes is
     the median of what their samples say beside that curve. Backward samples are given as a ratio by the caller."""
@@ -351,11 +351,11 @@ def fit_pointwise(samples: Sequence[PointwiseSample]) -> Fit[Traffic]:
 
 
 def fit_experts(
-    samples: Sequence[ExpertSample], *, plain: MatmulCurve, peak: float, item_bytes: float, weight_gradient: float, at_most: float = 1.0,
-    folds: int = 5, origin: Origin = "fitted", source: str = "fit_experts",
+    samples: Sequence[ExpertSample], *, plain: MatmulCurve, peak: float, item_bytes: float, weight_gradient: float,
+    at_most: float = 1.0, folds: int = 5, origin: Origin = "fitted", source: str = "fit_experts",
 ) -> Fit[GroupedCurve]:  # fmt: skip
-    """Grouped products beside the ``plain`` product of their precision, from whole fused MoE layers (up [h, 2i] and down [i, h]); all
-    samples of one ``case`` held out together.
+    """Grouped products beside the ``plain`` product of their precision, from whole fused MoE layers (up [h, 2i] and down [i, h]);
+    all samples of one ``case`` held out together.
 
     Such a kernel also gathers the tokens and sums the results: that traffic (bytes an element of routed and of all tokens x hidden)
     is fitted beside the products and left out of the curve, since a layer's operation list has it as Pointwise. ``at_most`` bounds

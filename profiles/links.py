@@ -51,8 +51,8 @@ class Link:
     """A link as one GPU sees it, in one direction. ``curves`` by collective kind, by group size.
 
     ``network``: every rank of a domain brings its own share of bandwidth (``curves`` are for one rank a domain; group sizes count
-    domains). ``shared``: groups that communicate at once divide it (PCIe, shared memory, a NIC for several GPUs). ``rails``: the most
-    NICs of one domain that one ring or tree goes through.
+    domains). ``shared``: groups that communicate at once divide it (PCIe, shared memory, a NIC for several GPUs). ``rails``: the
+    most NICs of one domain that one ring or tree goes through.
     """
 
     name: str
@@ -137,8 +137,8 @@ class Link:
         return 0.0 if self.hop_seconds is None else 2 * self.hop_seconds.value * np.log2(np.maximum(domains, 1))
 
     def tree_slowing(self, domains: Number) -> Number:
-        """Seconds a byte of a tree over those of a ring. Between two domains a tree sends the buffer once each way, a ring twice its
-        half (which is why two nodes seem to beat their NICs); from three on, both send it twice."""
+        """Seconds a byte of a tree over those of a ring. Between two domains a tree sends the buffer once each way, a ring
+        twice its half (which is why two nodes seem to beat their NICs); from three on, both send it twice."""
         efficiency = self.tree_efficiency.value if self.tree_efficiency is not None else 1.0
         return np.where(np.asarray(domains) <= 2, 1.0, 1.0 / efficiency)
 
