@@ -1,4 +1,4 @@
-"""Data parallelism and ZeRO 0-2: parameters and gradients in flat buckets, one collective a bucket.
+"""Data parallelism and ZeRO 0-2: parameters and gradients in flat buckets, one collective a bucket (ZeRO-3: ``fully_sharded``).
 
 A bucket holds parameters that are reduced over the same ranks and counted alike. Its gradients are one buffer that autograd adds
 into, its parameters views of another, so that neither reduction nor gathering copies anything:
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,46 @@ class Piece:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     tensor: Tensor
+
+
+class Shards(Protocol):
+    """What the optimizer updates together: this rank's shards of some parameters, and their reduced gradients.
+
+    ``weight``: 1 / ranks of the job that hold each element; ``decay``: takes weight decay.
+    """
+
+    weight: float
+    decay: bool
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The shards in the dtype that the model computes with (or is gathered from)."""
+        ...
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The reduced gradients, one for each of ``values``, after ``reduce``."""
+        ...
+
+    def clear(self) -> None:
+        """Forget the gradients: a step begins."""
+        ...
+
+    def collect(self) -> None:
+        """Take the gradients of a microbatch whose backward is complete."""
+        ...
+
+    def reduce(self) -> None:
+        """Sum over every axis that holds a share of the gradient."""
+        ...
+
+    def publish(self) -> None:
+        """Give the updated shards to whoever computes with them."""
+        ...
+
+    def pieces(self, tensors: list[Tensor]) -> Iterator[Piece]:
+        """Boxes of the whole parameters that ``tensors`` (shaped as ``values``) hold."""
+        ...
 
 
 @dataclass
@@ -72,82 +113,85 @@ class Bucket:
         self.wide = wide
         self.parameters = torch.zeros(self.length, dtype=first.dtype, device=first.device)
         keeps = zero < 2 or shard.size == 1 or any(a.name == "ends" for a in partial)  # pipeline ends meet once a step only
-        self.gradients = torch.zeros(self.length, dtype=wide, device=first.device) if keeps else None
-        self.shard_gradients = (
-            torch.zeros(self.high - self.low, dtype=wide, device=first.device) if self.gradients is None else None
-        )
-        self.direct = self.gradients is not None and wide == first.dtype
+        self.full: Tensor | None = torch.zeros(self.length, dtype=wide, device=first.device) if keeps else None
+        self.sharded: Tensor | None = None
+        if self.full is None:
+            self.sharded = torch.zeros(self.high - self.low, dtype=wide, device=first.device)
+        self.direct = self.full is not None and wide == first.dtype
         for slot in slots:
             view = self.parameters[slot.start : slot.start + slot.count].view(slot.parameter.shape)
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
             if self.direct:
-                assert self.gradients is not None
-                slot.parameter.grad = self.gradients[slot.start : slot.start + slot.count].view(slot.parameter.shape)
+                assert self.full is not None
+                slot.parameter.grad = self.full[slot.start : slot.start + slot.count].view(slot.parameter.shape)
 
     @property
-    def gradient(self) -> Tensor:
-        """The reduced gradients of this rank's shard (after ``reduce``)."""
-        if self.shard_gradients is not None:
-            return self.shard_gradients
-        assert self.gradients is not None
-        return self.gradients[self.low : self.high]
+    def values(self) -> list[Tensor]:
+        return [self.parameters[self.low : self.high]]
 
     @property
-    def parameter_shard(self) -> Tensor:
-        return self.parameters[self.low : self.high]
+    def gradients(self) -> list[Tensor]:
+        if self.sharded is not None:
+            return [self.sharded]
+        assert self.full is not None
+        return [self.full[self.low : self.high]]
 
     def clear(self) -> None:
-        """Zero the gradients."""
-        buffer = self.shard_gradients if self.gradients is None else self.gradients
+        buffer = self.full if self.sharded is None else self.sharded
         assert buffer is not None
         buffer.zero_()
 
-    def collect(self, slot: Slot) -> None:
+    def collect(self) -> None:
+        if self.direct:
+            return
+        for slot in self.slots:
+            self.collect_one(slot)
+        if self.sharded is not None and self.full is not None:
+            self._scatter()
+
+    def collect_one(self, slot: Slot) -> None:
         """Move a parameter's own gradient into the bucket's wide buffer."""
         grad = slot.parameter.grad
-        if grad is None or self.direct:
+        if grad is None:
             return
-        if self.gradients is None:
-            self.gradients = torch.zeros(self.length, dtype=self.wide, device=grad.device)
-        self.gradients[slot.start : slot.start + slot.count].view(grad.shape).add_(grad)
+        if self.full is None:
+            self.full = torch.zeros(self.length, dtype=self.wide, device=grad.device)
+        self.full[slot.start : slot.start + slot.count].view(grad.shape).add_(grad)
         slot.parameter.grad = None
 
-    def reduce_microbatch(self) -> None:
-        """ZeRO-2: scatter what has come together and let the full buffer go."""
-        if self.shard_gradients is None or self.gradients is None:
-            return
+    def _scatter(self) -> None:
+        """ZeRO-2: reduce what one microbatch gave and let the full buffer go."""
+        assert self.full is not None
+        assert self.sharded is not None
         for axis in self.partial:
-            all_reduce(self.gradients, axis)
-        part = self.gradients[self.low : self.high]
-        dist.reduce_scatter_single(part, self.gradients, group=self.shard.group)
-        self.shard_gradients.add_(part)
-        self.gradients = None
+            all_reduce(self.full, axis)
+        part = self.full[self.low : self.high]
+        dist.reduce_scatter_single(part, self.full, group=self.shard.group)
+        self.sharded.add_(part)
+        self.full = None
 
     def reduce(self) -> None:
-        """Sum over every axis that holds a share of the gradient."""
-        if self.shard_gradients is not None:
-            self.reduce_microbatch()
-            all_reduce(self.shard_gradients, self.replicate)
+        if self.sharded is not None:
+            all_reduce(self.sharded, self.replicate)
             return
-        assert self.gradients is not None
+        assert self.full is not None
         for axis in self.partial:
-            all_reduce(self.gradients, axis)
+            all_reduce(self.full, axis)
+        part = self.full[self.low : self.high]
         if self.shard.size > 1:
-            dist.reduce_scatter_single(self.gradients[self.low : self.high], self.gradients, group=self.shard.group)
-        all_reduce(self.gradients[self.low : self.high], self.replicate)
+            dist.reduce_scatter_single(part, self.full, group=self.shard.group)
+        all_reduce(part, self.replicate)
 
-    def gather(self) -> None:
-        """Every rank's updated shard to all."""
+    def publish(self) -> None:
         if self.shard.size > 1:
             dist.all_gather_single(self.parameters, self.parameters[self.low : self.high], group=self.shard.group)
 
-    def pieces(self, shard: Tensor) -> Iterator[Piece]:
-        """Boxes of the parameters that ``shard`` (a tensor over ``low .. high`` of the bucket) holds."""
+    def pieces(self, tensors: list[Tensor]) -> Iterator[Piece]:
         for slot in self.slots:
             low, high = max(self.low, slot.start), min(self.high, slot.start + slot.count)
             if low < high:
-                local = shard[low - self.low : high - self.low]
+                local = tensors[0][low - self.low : high - self.low]
                 yield from boxes(slot.name, slot.block, local, low - slot.start)
 
 
@@ -178,28 +222,37 @@ def boxes(name: str, block: Block, flat: Tensor, start: int) -> Iterator[Piece]:
         at += count
 
 
-def make_buckets(modules: Iterable[nn.Module], mesh: Mesh, wide: torch.dtype) -> list[Bucket]:
-    """The buckets of every parameter of the rank's chunks. ``wide`` is the dtype gradients accumulate in."""
-    zero = mesh.layout.zero
-    groups: dict[tuple[bool, tuple[str, ...], int, bool], list[tuple[str, nn.Parameter, Block]]] = {}
+Key = tuple[bool, tuple[str, ...], int, bool]
+
+
+def grouped(modules: Iterable[nn.Module]) -> dict[Key, list[tuple[str, nn.Parameter, Block]]]:
+    """Trained parameters by (expert, partial, copies, decay): what may share a bucket."""
+    groups: dict[Key, list[tuple[str, nn.Parameter, Block]]] = {}
     seen: set[int] = set()
     for module in modules:
+        blocks: dict[str, Block] = module.blocks  # type: ignore[assignment]
         for name, parameter in module.named_parameters():
-            block: Block = module.blocks[name]  # type: ignore[index,operator,union-attr,assignment]
+            block = blocks[name]
             if id(parameter) not in seen and parameter.requires_grad:
                 seen.add(id(parameter))
                 groups.setdefault((block.expert, block.partial, block.copies, block.decay), []).append((name, parameter, block))
-    out = []
-    for (expert, partial, copies, _), members in groups.items():
-        shard, replicate = _axes(mesh, expert, zero)
-        weight = 1.0 / (copies * (replicate.size if zero else replicate.size * shard.size))
+    return groups
+
+
+def make_buckets(modules: Iterable[nn.Module], mesh: Mesh, wide: torch.dtype) -> list[Shards]:
+    """The buckets of every parameter of the rank's chunks. ``wide`` is the dtype gradients accumulate in."""
+    zero = mesh.layout.zero
+    out: list[Shards] = []
+    for (expert, partial, copies, _), members in grouped(modules).items():
+        shard, replicate = shard_axes(mesh, expert, zero)
+        weight = 1.0 / (copies * replicate.size * (1 if zero else shard.size))
         axes = [mesh.axis(name) for name in partial]
         for slots in _cut(members, wide):
             out.append(Bucket(slots, shard, replicate, axes, weight, zero, wide))
     return out
 
 
-def _axes(mesh: Mesh, expert: bool, zero: int) -> tuple[Axis, Axis]:
+def shard_axes(mesh: Mesh, expert: bool, zero: int) -> tuple[Axis, Axis]:
     """(scattered over, summed over)."""
     if zero == 0:
         return Axis("none", ranks=(mesh.rank,)), mesh.axis("edp") if expert else mesh.dp_cp

@@ -55,6 +55,7 @@ class Mesh:
         self.dense = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(names))
         self._names = names
         self._axes: dict[str, Axis] = {}
+        self._sharding: dict[bool, DeviceMesh] = {}
         for name in names:
             self._add(name, self.dense[name])
         for name, parts in {
@@ -73,13 +74,13 @@ class Mesh:
         self.ends = Axis("ends")
         if model.tied and first != last:
             pairs = by_stage[[first, last]].T.contiguous()
-            mesh = DeviceMesh(device.type, pairs, mesh_dim_names=("a", "ends"))
-            if mesh.get_coordinate() is not None:
-                self.ends = self._add("ends", mesh["ends"])
+            both = DeviceMesh(device.type, pairs, mesh_dim_names=("a", "ends"))
+            if both.get_coordinate() is not None:
+                self.ends = self._add("ends", both["ends"])
         if timeout_seconds is not None:
-            for axis in self._axes.values():
-                if axis.group is not None:
-                    _set_pg_timeout(datetime.timedelta(seconds=timeout_seconds), axis.group)
+            for one in self._axes.values():
+                if one.group is not None:
+                    _set_pg_timeout(datetime.timedelta(seconds=timeout_seconds), one.group)
 
     def _add(self, name: str, mesh: DeviceMesh) -> Axis:
         size = mesh.size()
@@ -111,6 +112,20 @@ class Mesh:
             self._add(name, self.expert[name])
         real = tuple(n for n in names[:2] if self._axes[n].size > 1)
         self._add("edp", self.expert[real]._flatten("edp") if len(real) > 1 else self.expert[real[0] if real else "edp_shard"])
+
+    def sharding(self, expert: bool) -> DeviceMesh:
+        """The mesh FSDP2 shards over: [shard], or [replicate, shard] where there are replicas (HSDP)."""
+        if expert:
+            names = ("edp_replicate", "edp_shard") if self._axes["edp_replicate"].size > 1 else ("edp_shard",)
+            return self.expert[names]
+        if expert not in self._sharding:
+            inner = [n for n in self._names if n in ("dp_shard", "ring", "ulysses")]
+            outer = [n for n in self._names if n not in inner and n != "dp_replicate"]
+            order = [self._names.index(n) for n in (*outer, "dp_replicate", *inner)]
+            ranks = self.dense.mesh.permute(order).reshape(-1, self.layout.dp_replicate, self.layout.dp_shard * self.layout.cp)
+            self._sharding[expert] = DeviceMesh(self.device.type, ranks, mesh_dim_names=("rest", "replicate", "shard"))
+        mesh = self._sharding[expert]
+        return mesh["replicate", "shard"] if self.layout.dp_replicate > 1 else mesh["shard"]
 
     def axis(self, name: str) -> Axis:
         """The axis called ``name``."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planner.runtime.data_parallel import Bucket, Piece
+from planner.runtime.data_parallel import Piece, Shards
 
 
 @dataclass(frozen=True)
@@ -34,58 +34,56 @@ class Schedule:
 
 
 class ShardedAdamW:
-    """AdamW over each bucket's shard: master values (the parameters themselves where they are wide enough) and two moments."""
+    """AdamW over this rank's shards: master values (the shards themselves where they are wide enough) and two moments."""
 
-    def __init__(self, buckets: Sequence[Bucket], wide: torch.dtype, betas: tuple[float, float], eps: float, decay: float) -> None:
-        self.buckets = list(buckets)
-        self.masters: list[Tensor] = []
-        for bucket in self.buckets:
-            own = bucket.parameter_shard
-            self.masters.append(own if own.dtype == wide else own.to(wide))
-        groups = [
-            {"params": [m], "weight_decay": decay if b.decay else 0.0}
-            for m, b in zip(self.masters, self.buckets, strict=True)
-            if m.numel()
-        ]
+    def __init__(self, shards: Sequence[Shards], wide: torch.dtype, betas: tuple[float, float], eps: float, decay: float) -> None:
+        self.shards = list(shards)
+        self.masters = [[v if v.dtype == wide else v.to(wide) for v in s.values] for s in self.shards]
+        groups = []
+        for masters, owner in zip(self.masters, self.shards, strict=True):
+            trained = [m for m in masters if m.numel()]
+            if trained:
+                groups.append({"params": trained, "weight_decay": decay if owner.decay else 0.0})
         self.engine = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm: summed over all ranks it is the whole."""
-        device = self.buckets[0].parameters.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for bucket in self.buckets:
-            gradient = bucket.gradient
-            if gradient.numel():
-                total += (
-                    bucket.weight
-                    * torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.is_cpu else None).double().square()
-                )
+        """This rank's share of the squared gradient norm: summed over all ranks it is the whole (fp64)."""
+        total = torch.zeros((), dtype=torch.float64, device=self.masters[0][0].device)
+        for owner in self.shards:
+            parts = [g for g in owner.gradients if g.numel()]
+            if parts:
+                norms = torch._foreach_norm(parts, dtype=torch.float64 if parts[0].is_cpu else None)
+                total += owner.weight * torch.stack(norms).double().square().sum()
         return total
 
     def step(self, rate: float, scale: float) -> None:
         """Update with gradients times ``scale``."""
-        for master, bucket in zip(self.masters, self.buckets, strict=True):
-            gradient = bucket.gradient
+        for masters, owner in zip(self.masters, self.shards, strict=True):
+            gradients = owner.gradients
             if scale != 1.0:
-                gradient.mul_(scale)
-            master.grad = gradient
+                torch._foreach_mul_(gradients, scale)
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient
         for group in self.engine.param_groups:
             group["lr"] = rate
         self.engine.step()
-        for master, bucket in zip(self.masters, self.buckets, strict=True):
-            master.grad = None
-            if master.data_ptr() != bucket.parameter_shard.data_ptr():
-                bucket.parameter_shard.copy_(master)
-            bucket.gather()
+        self.publish()
+
+    def publish(self) -> None:
+        """Masters to the model (after an update, or after a checkpoint was read)."""
+        for masters, owner in zip(self.masters, self.shards, strict=True):
+            for master, value in zip(masters, owner.values, strict=True):
+                master.grad = None
+                if master.data_ptr() != value.data_ptr():
+                    value.copy_(master)
+            owner.publish()
 
     def pieces(self, what: str) -> Iterator[Piece]:
         """Boxes of ``parameter`` (masters), ``gradient``, ``exp_avg`` or ``exp_avg_sq`` that this rank holds."""
-        for master, bucket in zip(self.masters, self.buckets, strict=True):
+        for masters, owner in zip(self.masters, self.shards, strict=True):
             if what == "parameter":
-                yield from bucket.pieces(master)
+                yield from owner.pieces(masters)
             elif what == "gradient":
-                yield from bucket.pieces(bucket.gradient)
+                yield from owner.pieces(owner.gradients)
             else:
-                state = self.engine.state[master]
-                if what in state:
-                    yield from bucket.pieces(state[what])
+                yield from owner.pieces([self.engine.state[m][what] if m.numel() else m for m in masters])

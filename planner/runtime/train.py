@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +18,13 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from cost_models.layout import Layout
+from cost_models.layout import SPLIT_BACKWARD, Layout
+from planner.runtime import fully_sharded
 from planner.runtime.attention import Tokens
 from planner.runtime.collectives import all_reduce, all_reduce_world
 from planner.runtime.context import spans, take
 from planner.runtime.data import Batch, Source, TokenFile, indices_of
-from planner.runtime.data_parallel import make_buckets
+from planner.runtime.data_parallel import Shards, make_buckets
 from planner.runtime.loss import IGNORED
 from planner.runtime.mesh import Mesh
 from planner.runtime.metrics import Memory
@@ -95,13 +96,13 @@ class Trainer:
         tokens = settings.seq_len // layout.cp
         if tp.sequence and tokens % tp.size:
             raise InputError("seq_len", settings.seq_len, f"seq_len/cp = {tokens} must be a multiple of tp = {tp.size} under sp")
-        build = Build(model, layout, self.mesh, tp, self.dtype, device)
+        self.sharded = fully_sharded.applies(self.mesh)
+        where, stored = (torch.device("meta"), self.wide) if self.sharded else (device, self.dtype)
+        build = Build(model, layout, self.mesh, tp, stored, where)
         self.decoders = {c: Decoder(build, part) for c, part in parts(layout, model, self.mesh.pp.rank).items()}
         self._tie()
-        for decoder in self.decoders.values():
-            decoder.initialise(settings.seed)
-        self.buckets = make_buckets(self.decoders.values(), self.mesh, self.wide)
-        self.optimizer = ShardedAdamW(self.buckets, self.wide, settings.betas, settings.epsilon, settings.weight_decay)
+        self.shards = self._shard()
+        self.optimizer = ShardedAdamW(self.shards, self.wide, settings.betas, settings.epsilon, settings.weight_decay)
         self.rate = Schedule(settings.learning_rate, settings.warmup_steps, settings.steps, settings.decay, settings.final_rate)
         last = layout.chunks - 1
         chunks = [Chunk(c, d, c == 0, c == last) for c, d in self.decoders.items()]
@@ -112,13 +113,27 @@ class Trainer:
         """First and last chunk on one rank share the embedding of a tied model."""
         last = self.layout.chunks - 1
         if self.model.tied and last > 0 and 0 in self.decoders and last in self.decoders:
+            if self.sharded:
+                raise InputError(
+                    "zero", 3, "a tied embedding whose two ends share a rank (V-shaped schedules) is not sharded by FSDP2", 2
+                )
             self.decoders[last].embed_tokens = self.decoders[0].embed_tokens
 
+    def _shard(self) -> Sequence[Shards]:
+        """Initial values, and the parameters laid out as the ZeRO stage says."""
+        if not self.sharded:
+            for decoder in self.decoders.values():
+                decoder.initialise(self.settings.seed)
+            return make_buckets(self.decoders.values(), self.mesh, self.wide)
+        for decoder in self.decoders.values():
+            fully_sharded.shard(decoder, self.mesh, self.dtype, self.wide)
+            decoder.to_empty(device=self.device)
+            fully_sharded.initialise(decoder, self.settings.seed)
+        return fully_sharded.make_groups(self.decoders.values(), self.mesh)
+
     def _after_backward(self, chunk: Chunk) -> None:
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                bucket.collect(slot)
-            bucket.reduce_microbatch()
+        for shards in self.shards:
+            shards.collect()
 
     def cut(self, batch: Batch) -> list[MicroBatch]:
         """This rank's microbatches of its data-parallel share of a step."""
@@ -138,11 +153,16 @@ class Trainer:
         batches = self.cut(batch)
         valid = torch.tensor(float(sum(int((b.labels != IGNORED).sum()) for b in batches)), dtype=torch.float64, device=self.device)
         count = float(all_reduce(valid, self.mesh.dp_cp).clamp_min(1.0))
-        for bucket in self.buckets:
-            bucket.clear()
+        for shards in self.shards:
+            shards.clear()
+        split = self.sharded and self.layout.schedule in SPLIT_BACKWARD
+        for decoder in self.decoders.values() if split else ():
+            fully_sharded.begin_split_step(decoder)
         local = self.pipeline.run(batches, lambda losses: losses.sum() / count)
-        for bucket in self.buckets:
-            bucket.reduce()
+        for decoder in self.decoders.values() if split else ():
+            fully_sharded.end_split_step(decoder)
+        for shards in self.shards:
+            shards.reduce()
         return local / self.mesh.tp.size
 
     def step(self, number: int, batch: Batch) -> dict[str, float]:

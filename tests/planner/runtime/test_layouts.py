@@ -19,6 +19,10 @@ DENSE = [
     (4, "tp=2,dp=2,zero=1", "mqa"), (4, "pp=2,dp=2,zero=2", "gpt"), (4, "pp=4,micro_batch=2", "llama"),
     (4, "dp_replicate=2,dp_shard=2,zero=1", "llama"), (4, "tp=2,pp=2,vpp=2,schedule=interleaved,recompute=full", "gpt"),
     (4, "pp=2,dp=2,zero=1,schedule=zb-h1,recompute=0-1:full/2-3:selective", "mqa"), (4, "tp=2,pp=2,order=tp-pp-dp", "llama"),
+    (2, "dp=2,zero=3,micro_batch=2", "llama"), (4, "dp_replicate=2,dp_shard=2,zero=3", "gpt"), (4, "tp=2,dp=2,zero=3", "mqa"),
+    (4, "pp=2,dp=2,zero=3,micro_batch=1", "gpt"), (4, "pp=2,vpp=2,dp=2,zero=3,recompute=full", "llama"),
+    (4, "pp=2,dp=2,zero=3,schedule=zb-h1", "gpt"), (4, "pp=2,dp=2,zero=3,schedule=zb-v", "llama"),
+    (4, "pp=2,dp=2,zero=3,schedule=dualpipe-v,micro_batch=1", "mqa"),
 ]  # fmt: skip
 
 
