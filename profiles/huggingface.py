@@ -24,7 +24,7 @@ from profiles.model import ModelSpec
 
 MAX_BYTES = 4 * 2**20
 DATA = files("profiles") / "data"
-NOISE = {"meta", "hf", "instruct", "chat", "base", "it", "preview", "pt", "text"}
+NOISE = re.compile(r"meta|hf|instruct|chat|base|it|pt|preview|thinking|v0\.\d")
 """Words of a checkpoint's name that do not change its shapes."""
 
 
@@ -43,7 +43,7 @@ def _aliases() -> dict[str, str]:
 def _squeeze(text: str) -> str:
     """A name without its organisation, case, separators and words that do not change shapes."""
     words = re.split(r"[-_\s]+", text.strip().rsplit("/", 1)[-1].lower())
-    return "".join(word for word in words if word not in NOISE)
+    return "".join(word for word in words if not NOISE.fullmatch(word))
 
 
 def resolve(text: str) -> str:

@@ -40,6 +40,8 @@ class Decoder:
     rotates: Callable[[Fields, int], list[bool]] = windows.always
     ffn: Callable[[Fields, int, int, experts.FfnFacts], FeedForward] = experts.dense
     latent: bool = False
+    whole_heads: bool = False
+    """hidden_size must be a multiple of the heads where no head_dim is given; elsewhere transformers rounds down."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Class defaults of fields that released files leave out."""
     note: str = ""
@@ -72,6 +74,8 @@ class Decoder:
         if self.latent:
             return [latent_attention(fields)] * layers
         heads = fields.heads()
+        if self.whole_heads and not fields.has("head_dim"):
+            fields.divides("num_attention_heads", heads, "hidden_size", fields.count("hidden_size"))
         qk = self.qk_norm if not self.qk_norm_if or fields.flag(self.qk_norm_if, False) else "none"
         shared: dict[str, Any] = {
             "heads": heads, "kv_heads": fields.kv_heads(heads), "head_dim": fields.head_dim(heads),

@@ -20,7 +20,7 @@ _DEEPSEEK_V3 = Decoder(
 )  # fmt: skip
 
 DECODERS: dict[str, Decoder] = {
-    "llama": Decoder(),
+    "llama": Decoder(whole_heads=True),
     "mistral": Decoder(**_NO_BIAS, reach=windows.everywhere, defaults={**_MISTRAL_KV, "sliding_window": None}),
     "ministral": Decoder(**_NO_BIAS, reach=windows.whole, defaults=_MISTRAL_KV),
     "ministral3": Decoder(**_NO_BIAS, reach=windows.everywhere, defaults=_MISTRAL_KV),
@@ -42,7 +42,7 @@ DECODERS: dict[str, Decoder] = {
                            defaults={**_GEMMA, "sliding_window": 4096, "vocab_size": 262208, "num_attention_heads": 8,
                                      "num_key_value_heads": 4, "rope_theta": 1e6}),
     "phi3": Decoder(**_NO_BIAS, reach=windows.everywhere),
-    "stablelm": Decoder(norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", output_bias=False, mlp_bias=False,
+    "stablelm": Decoder(whole_heads=True, norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", output_bias=False, mlp_bias=False,
                         qk_norm="per_head", qk_norm_if="qk_layernorm", parallel="use_parallel_residual",
                         defaults={"num_key_value_heads": 32, "partial_rotary_factor": 0.25}),
     "cohere": Decoder(norm="layer", mlp_bias=False, parallel=True, tied=True, qk_norm="per_head", qk_norm_if="use_qk_norm"),
