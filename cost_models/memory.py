@@ -8,7 +8,7 @@ tensors (``layers``) and the recompute rule; states from ``state_bytes``. *Alloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +18,7 @@ from cost_models.layout import Layout
 from cost_models.overheads import communicators, gathered_buffers, graph_pool, initial_bytes, lasting_buffers, optimizer_temporary
 from cost_models.schedules import in_flight
 from cost_models.stage_states import ranks_chunks, stage_holding, stage_states
+from cost_models.state_bytes import States
 from profiles.errors import InputError
 
 
@@ -51,6 +52,31 @@ class StageMemory:
         return max(self.device, self.init_peak)
 
 
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What a rank holds whatever its microbatches do: its states; buffers of the whole step; gathered parameters and whole
+    gradients (at the loss, in a backward); the optimizer step's temporaries; bytes outside the allocator; allocated while it is
+    built."""
+
+    states: States
+    lasting: float
+    gathered: tuple[float, float]
+    update: float
+    communication: float
+    outside: float
+    initial: float
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The fullest moment: activations, temporaries beside the states, its name; activations that offloading moves to the host."""
+
+    activations: float
+    temporary: float
+    moment: str
+    offloaded: float = 0.0
+
+
 @lru_cache(maxsize=256)
 def stage_memory(job: Job, layout: Layout) -> tuple[StageMemory, ...]:
     """Memory of each pipeline rank. Raises InputError where the schedule cannot run the job's microbatches."""
@@ -59,56 +85,54 @@ def stage_memory(job: Job, layout: Layout) -> tuple[StageMemory, ...]:
         need = layout.micro_batch * layout.dp
         raise InputError("global_batch", job.global_batch, f"must be at least micro_batch * dp = {need}", need)
     held = in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)
-    return tuple(_rank_memory(job, layout, rank, held[rank].snapshots) for rank in range(layout.pp))
+    out = []
+    for rank in range(layout.pp):
+        chunks = {chunk: chunk_memory(job, layout, chunk) for chunk in ranks_chunks(layout, rank)}
+        fixed = fixed_part(job, layout, rank)
+        out.append(rank_memory(job, rank, fixed, peak(layout, fixed, chunks, held[rank].snapshots)))
+    return tuple(out)
 
 
-def _rank_memory(job: Job, layout: Layout, rank: int, snapshots: Sequence[tuple[tuple[int, int, int], ...]]) -> StageMemory:
-    chunks = {chunk: chunk_memory(job, layout, chunk) for chunk in ranks_chunks(layout, rank)}
-    states = stage_states(job, layout, rank)
-    holding = stage_holding(job, layout, rank)
-    lasting = lasting_buffers(job, layout, rank)
-    gathered = gathered_buffers(job, layout, rank)
-    activations, temporary, moment = max(
-        (found for snapshot in snapshots for found in _moments(chunks, snapshot, gathered)), key=lambda found: found[0] + found[1]
-    )
-    kept_on_host = 0.0
-    if "activations" in layout.offload:
-        on_device = offloaded(activations, chunks.values())
-        kept_on_host, activations = activations - on_device, on_device
-    temporary += lasting
-    update = lasting + optimizer_temporary(job, layout, holding)
-    if update > activations + temporary:
-        activations, temporary, moment = 0.0, update, "optimizer step"
-    allocated = float(states.total + activations + temporary)
-    execution = job.execution
-    slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
-    reserved = allocated * slack + execution.workspace_bytes
-    communication = communicators(job, layout)
-    outside = communication + job.cluster.gpu.context_bytes + graph_pool(job, activations)
-    initial = initial_bytes(job, holding, states)
-    return StageMemory(
-        rank,
-        float(states.parameters),
-        float(states.gradients),
-        float(states.optimizer),
-        float(activations),
-        float(temporary),
-        float(communication),
-        allocated,
-        float(reserved),
-        float(reserved + outside),
-        float(initial * slack + outside),
-        float(states.host + kept_on_host),
-        moment,
+def fixed_part(job: Job, layout: Layout, rank: int) -> Fixed:
+    """What pipeline rank ``rank`` holds throughout."""
+    states, holding = stage_states(job, layout, rank), stage_holding(job, layout, rank)
+    lasting = float(lasting_buffers(job, layout, rank))
+    loss, backward = gathered_buffers(job, layout, rank)
+    communication = float(communicators(job, layout))
+    return Fixed(
+        states,
+        lasting,
+        (float(loss), float(backward)),
+        lasting + float(optimizer_temporary(job, layout, holding)),
+        communication,
+        communication + float(job.cluster.gpu.context_bytes),
+        float(initial_bytes(job, holding, states)),
     )
 
 
 Snapshot = tuple[tuple[int, int, int], ...]
+"""(chunk, microbatches alive, microbatches held for the weight gradient) of each chunk: ``schedules.InFlight``."""
 
 
-def _moments(chunks: dict[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[float, float]) -> list[tuple[float, float, str]]:
-    """(activations, temporaries, name) at the moments around one snapshot of the schedule: the loss and the backward of a layer, of
-    the chunk with activations alive that needs most."""
+def peak(layout: Layout, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots: Sequence[Snapshot]) -> Peak:
+    """The fullest moment of a rank with these ``chunks`` over the schedule's ``snapshots``."""
+    moments = [found for snapshot in snapshots for found in _moments(chunks, snapshot, fixed.gathered)]
+    activations, temporary, moment = max(moments, key=lambda found: found[0] + found[1])
+    away = 0.0
+    if "activations" in layout.offload:
+        stays = float(offloaded(activations, chunks.values()))
+        away, activations = activations - stays, stays
+    temporary += fixed.lasting
+    if fixed.update > activations + temporary:
+        return Peak(0.0, fixed.update, "optimizer step", away)
+    return Peak(activations, temporary, moment, away)
+
+
+def _moments(
+    chunks: Mapping[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[float, float]
+) -> list[tuple[float, float, str]]:
+    """(activations, temporaries, name) at the moments around one snapshot of the schedule: the loss and the backward of a layer,
+    of the chunk with activations alive that needs most."""
     kept = float(sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot))
     running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
     losses = [float(c.loss) for c in running if c.loss is not None]
@@ -116,6 +140,29 @@ def _moments(chunks: dict[int, ChunkMemory], snapshot: Snapshot, gathered: tuple
     if losses:
         out.append((kept, max(losses) + gathered[0], "loss"))
     return out
+
+
+def rank_memory(job: Job, rank: int, fixed: Fixed, fullest: Peak) -> StageMemory:
+    """The figures of a rank from its parts. ``StageMemory.needed`` is what must fit."""
+    execution, states = job.execution, fixed.states
+    slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
+    allocated = float(states.total) + fullest.activations + fullest.temporary
+    reserved = allocated * slack + execution.workspace_bytes
+    return StageMemory(
+        rank,
+        float(states.parameters),
+        float(states.gradients),
+        float(states.optimizer),
+        fullest.activations,
+        fullest.temporary,
+        fixed.communication,
+        allocated,
+        reserved,
+        reserved + fixed.outside + float(graph_pool(job, fullest.activations)),
+        fixed.initial * slack + fixed.outside,
+        float(states.host) + fullest.offloaded,
+        fullest.moment,
+    )
 
 
 def fits(job: Job, layout: Layout) -> tuple[bool, StageMemory]:

@@ -138,4 +138,5 @@ def host_bytes(job: Job, layout: Any) -> float:
 
     ranks = min(job.cluster.gpus_per_node, layout.world)
     worst = max(s.host for s in stage_memory(job, layout))
-    return ranks * float(worst + 4.0 * job.execution.initial_host_copies * job.model.parameters.total)
+    built = 4.0 * job.execution.initial_host_copies * float(job.model.parameters.total)
+    return float(ranks * (worst + built))
