@@ -3,8 +3,8 @@
     python benchmarks/fit_hardware.py --samples PATH [--reference PATH] [--only gb200] [--write]
 
 PATH is a folder with the files named in SAMPLES below (docs/hardware.md says where they come from and under which licence);
-``--reference`` is a folder with held-out scores of other fits to the same samples, shown beside ours. ``--write`` puts the curves into
-``profiles/data/gpus`` and ``profiles/data/links``.
+``--reference`` is a folder with held-out scores of other fits to the same samples, shown beside ours. ``--write`` puts the curves
+into ``profiles/data/gpus`` and ``profiles/data/links``.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class Reference:
     def line(self, what: str, fit: Fit[Any], *key: str) -> str:
         other = self.scores.get(key)
         beside = f"   reference {other:5.2f} %" if other is not None else ""
-        return f"{what:44s}{fit.samples:6d} samples   held out {100 * fit.heldout_mean:5.2f} %  p90 {100 * fit.heldout_p90:5.2f} %{beside}"
+        ours = f"held out {100 * fit.heldout_mean:5.2f} %  p90 {100 * fit.heldout_p90:5.2f} %"
+        return f"{what:44s}{fit.samples:6d} samples   {ours}{beside}"
 
 
 def plain(curve: Any) -> dict[str, Any]:
@@ -158,8 +159,8 @@ def fit_gpu(source: Source, folder: Path, reference: Reference, write: bool) -> 
         if not path.exists():
             continue
         fit = fit_matmul(
-            matmul_samples(path), peak=gpu.peak_flops(dtype), item_bytes=BYTES[dtype], memory_bytes_per_second=rate, cast=dtype == "fp8",
-            source=TABLES,
+            matmul_samples(path), peak=gpu.peak_flops(dtype), item_bytes=BYTES[dtype], memory_bytes_per_second=rate,
+            cast=dtype == "fp8", source=TABLES,
         )  # fmt: skip
         products[dtype] = fit.curve
         print(reference.line(f"{source.gpu} matmul {dtype}", fit, "matmul", source.table, dtype), flush=True)

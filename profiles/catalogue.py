@@ -324,7 +324,8 @@ def _row(field: str, constant: Constant) -> Row:
 
 UNITS = {
     "efficiency": "of peak", "t0_seconds": "s", "alpha_seconds": "s", "m0": "rows", "n0": "columns", "k0": "elements",
-    "s0": "tokens", "f0_flops": "FLOP", "g": "exponent", "memory_bytes_per_second": "B/s", "bytes_per_second": "B/s one way per GPU",
+    "s0": "tokens", "f0_flops": "FLOP", "g": "exponent", "memory_bytes_per_second": "B/s",
+    "bytes_per_second": "B/s one way per GPU", "latent_speed": "x equal sizes",
     "sqrt_seconds": "s/sqrt(B)", "tokens0": "tokens", "w0": "SMs/tile", "padding": "share", "weight_gradient": "x forward",
     "fp8_speed": "x bf16", "full_share": "of s0", "quantise_multiplier": "x 3mk bytes", "heldout_error": "fraction",
     "head_dim_speed": "x head 128", "backward_ratio": "x forward",

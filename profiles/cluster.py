@@ -120,6 +120,22 @@ class ClusterSpec:
         host = min(self.gpus_per_host, gpus)
         return replace(self, name=name, gpus=gpus, gpus_per_node=per_node, gpus_per_host=host, levels=levels)
 
+    def with_network(self, bytes_per_second_per_gpu: float, source: str) -> ClusterSpec:
+        """The same cluster with NICs of this line rate, one direction, each GPU's share; unchanged where there is no network."""
+        if bytes_per_second_per_gpu <= 0:
+            raise InputError("bytes_per_second_per_gpu", bytes_per_second_per_gpu, "must be positive", None)
+        levels = tuple(
+            replace(level, link=level.link.at_peak(bytes_per_second_per_gpu, source)) if level.link.network else level
+            for level in self.levels
+        )
+        return replace(self, levels=levels)
+
+    def to_yaml(self) -> str:
+        """The whole cluster, GPU and links included, as a file that ``load_cluster`` reads back to an equal one."""
+        from profiles.catalogue import to_yaml
+
+        return to_yaml(self)
+
     def spread(self, ranks: Number, stride: Number = 1) -> list[Number]:
         """How many ranks of such a group share one domain of each level, innermost first (the last entry is ``ranks``)."""
         inside = [np.clip(level.size // np.maximum(stride, 1), 1, ranks) for level in self.levels[:-1]]
@@ -138,8 +154,8 @@ class ClusterSpec:
         Within a domain: the link's own curve. Across domains the rings are pipelined, so latencies add and the slowest level sets
         the rest: ``sum_l alpha_l + max_l(S/(n_l B_l) + c_l sqrt(S))``, where n_l ranks of the group sit in one domain below level l
         and each brings its own NIC. An all-reduce takes the faster of ring and tree; an all-to-all sends each level's part over
-        that level. ``sharing``: groups that use one NIC (or one shared bus) at once. A send_recv is priced between the two neighbours
-        that are furthest apart. Zero for one rank. Arrays welcome everywhere.
+        that level. ``sharing``: groups that use one NIC (or one shared bus) at once. A send_recv is priced between the two
+        neighbours that are furthest apart. Zero for one rank. Arrays welcome everywhere.
         """
         if isinstance(ranks, np.ndarray) or isinstance(stride, np.ndarray) or isinstance(sharing, np.ndarray):
             ways = self._ways(kind, ranks, stride, sharing)

@@ -195,7 +195,8 @@ def _held_out(
 
 def fit_matmul(
     samples: Sequence[MatmulSample], *, peak: float, memory_bytes_per_second: float, item_bytes: float = 2.0,
-    out_bytes: float = 2.0, derate: bool = True, cast: bool = False, folds: int = 5, origin: Origin = "fitted", source: str = "fit_matmul",
+    out_bytes: float = 2.0, derate: bool = True, cast: bool = False, folds: int = 5, origin: Origin = "fitted",
+    source: str = "fit_matmul",
 ) -> Fit[MatmulCurve]:  # fmt: skip
     """The saturating form with power derate (module ``profiles.gpu``), whole (n, k) pairs held out in turn.
 
@@ -250,7 +251,8 @@ def fit_matmul(
 
 def fit_attention(
     samples: Sequence[AttentionSample], *, peak: float, sms: float, head_dim: int = 128,
-    backward_ratio: dict[int, float] | None = None, full_share: float = 0.45, origin: Origin = "fitted", source: str = "fit_attention",
+    backward_ratio: dict[int, float] | None = None, full_share: float = 0.45, origin: Origin = "fitted",
+    source: str = "fit_attention",
 ) -> Fit[AttentionCurve]:  # fmt: skip
     """Efficiency, t0, s0 and w0 from the forward samples of ``head_dim``, every third length held out; speed at other head sizes is
     the median of what their samples say beside that curve. Backward samples are given as a ratio by the caller."""

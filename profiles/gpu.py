@@ -117,7 +117,9 @@ class AttentionCurve:
     """Flash attention, causal, bf16, head size 128; factors by head size and direction beside it.
 
     ``head_dim_speed`` and ``backward_ratio`` map a head size to speed relative to 128 and to backward / forward time (between
-    two sizes: linear); ``full_share`` is the share of s0 that is left where no block is cut by a mask; ``fp8_speed`` against bf16.
+    two sizes: linear); ``full_share`` is the share of s0 that is left where no block is cut by a mask (0.45: FlashAttention-3's
+    figures for both masks); ``latent_speed`` applies where keys and values differ in size (MLA 192/128: 0.94-0.95 in SimuMax's A100
+    and B200 files); ``fp8_speed`` is against bf16.
     """
 
     efficiency: float = Field(gt=0, le=1.2)
@@ -129,6 +131,7 @@ class AttentionCurve:
     origin: Origin
     source: str = Field(min_length=3)
     full_share: float = Field(default=0.45, ge=0, le=1)
+    latent_speed: float = Field(default=0.95, gt=0)
     fp8_speed: float = Field(default=1.0, gt=0)
     heldout_error: float | None = None
 
@@ -322,7 +325,7 @@ class GpuProfile:
             return self._unfused(op, sustained)
         curve = self.attention
         dtype = "bf16" if "bf16" in self.peaks else next(iter(self.peaks))
-        speed = between(curve.head_dim_speed, (op.qk_dim + op.v_dim) / 2)
+        speed = between(curve.head_dim_speed, op.v_dim) * (1.0 if op.qk_dim == op.v_dim else curve.latent_speed)
         if op.dtype in ("fp8", "mxfp8", "nvfp4"):
             speed = speed * curve.fp8_speed
         ratio = between(curve.backward_ratio, op.qk_dim) if op.backward else 1.0

@@ -12,6 +12,7 @@ and a little bandwidth, and the faster of the two is taken, as NCCL does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -52,7 +53,7 @@ class Link:
 
     ``network``: every rank of a domain brings its own share of bandwidth (``curves`` are for one rank a domain; group sizes count
     domains). ``shared``: groups that communicate at once divide it (PCIe, shared memory, a NIC for several GPUs). ``rails``: the
-    most NICs of one domain that one ring or tree goes through.
+    most NICs of one domain that one ring or tree uses.
     """
 
     name: str
@@ -95,6 +96,19 @@ class Link:
             table = np.array(values, dtype=float)
             tables[kind] = (table[:, 0], table[:, 1], table[:, 2], table[:, 3])
         return tables
+
+    def at_peak(self, peak_bytes_per_second: float, source: str) -> Link:
+        """The same link at another line rate (a NIC of half the speed): rates scale, latencies stay; origin ``estimate``."""
+        factor = peak_bytes_per_second / self.peak_bytes_per_second.value
+        curves = {
+            kind: tuple(
+                replace(row, bytes_per_second=row.bytes_per_second * factor, origin="estimate", source=f"{source}; {row.source}")
+                for row in rows
+            )
+            for kind, rows in self.curves.items()
+        }
+        peak = replace(self.peak_bytes_per_second, value=peak_bytes_per_second, origin="estimate", source=source)
+        return replace(self, peak_bytes_per_second=peak, curves=curves)
 
     def curve(self, kind: str, ranks: Number) -> tuple[Number, Number, Number]:
         """(alpha seconds, seconds a wire byte, c) of a group of ``ranks``; a point-to-point message uses the smallest group's."""
