@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from cost_models.arrays import maximum
 from cost_models.execution import Execution
 from profiles.gpu import GpuProfile
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
@@ -177,8 +176,3 @@ def jitter(tp: Number) -> Number:
             result = result + (tp > low) * (factor - JITTER[low])
             low = degree
     return result
-
-
-def with_floor(gpu_seconds: Number, host: Number) -> Number:
-    """Seconds of a pass whose GPU work takes ``gpu_seconds`` and whose launches take ``host``: the longer."""
-    return maximum(gpu_seconds, host)
