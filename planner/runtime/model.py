@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cost_models.layout import Layout
 from planner.runtime.attention import SelfAttention, Tokens, attend
+from planner.runtime.context import ContextAttention
 from planner.runtime.loss import token_losses
 from planner.runtime.mesh import Mesh
 from planner.runtime.mlp import MlpBlock
@@ -175,9 +176,10 @@ class DecoderLayer(nn.Module):
 
 def _core(build: Build, recompute: Recomputed) -> Any:
     """Attention of this rank's tokens under the layout's context parallelism."""
+    function = attend if build.layout.cp == 1 else ContextAttention(build.mesh)
 
     def core(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float) -> Tensor:
-        return recompute("core_attn", attend, q, k, v, tokens, window, chunk, scale)
+        return recompute("core_attn", function, q, k, v, tokens, window, chunk, scale)
 
     return core
 

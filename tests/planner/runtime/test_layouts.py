@@ -24,9 +24,15 @@ DENSE = [
     (4, "pp=2,dp=2,zero=3,schedule=zb-h1", "gpt"), (4, "pp=2,dp=2,zero=3,schedule=zb-v", "llama"),
     (4, "pp=2,dp=2,zero=3,schedule=dualpipe-v,micro_batch=1", "mqa"),
 ]  # fmt: skip
+CONTEXT = [
+    (2, "cp=2", "llama"), (2, "cp=2,cp_kind=ulysses", "mqa"), (2, "cp=2,cp_kind=allgather", "gpt"), (4, "cp=4", "gpt"),
+    (4, "cp=4,cp_kind=ulysses", "mqa"), (4, "cp=4,cp_kind=ring2xulysses2", "llama"), (4, "tp=2,cp=2", "mqa"),
+    (4, "cp=2,pp=2", "gpt"), (4, "cp=2,pp=2,cp_kind=ulysses,recompute=selective,schedule=zb-h1", "llama"),
+    (4, "cp=2,dp=2,zero=3", "llama"), (4, "cp=2,dp=2,zero=0", "window"), (4, "cp=4,zero=2", "window"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "layout", "model"), DENSE)
+@pytest.mark.parametrize(("world", "layout", "model"), DENSE + CONTEXT)
 def test_loss_and_every_gradient_equal_one_process(
     gradients: Callable[..., dict[str, Any]], world: int, layout: str, model: str
 ) -> None:
@@ -41,3 +47,15 @@ def compare(gradients: Callable[..., dict[str, Any]], world: int, layout: str, m
         if name != "loss":
             floor = 1e-15  # a key's bias without rotary positions has no gradient at all: rounding is compared with rounding
             assert np.abs(got[name] - value).max() <= 1e-9 * np.abs(value).max() + floor, name
+
+
+@pytest.mark.parametrize("mask", ["random", "one"])
+@pytest.mark.parametrize("layout", ["cp=4", "cp=2,dp=2", "cp=4,cp_kind=ring2xulysses2", "cp=2,pp=2,micro_batch=2"])
+def test_uneven_loss_masks_count_over_the_whole_batch(gradients: Callable[..., dict[str, Any]], layout: str, mask: str) -> None:
+    """Case E01: with one valid token in the batch, three of four ranks have none."""
+    compare(gradients, 4, layout, "llama", source={"mask": mask})
+
+
+@pytest.mark.parametrize("layout", ["cp=4", "cp=4,cp_kind=ulysses", "cp=4,cp_kind=allgather", "cp=4,cp_kind=ring2xulysses2", "tp=2,pp=2"])
+def test_attention_stays_inside_documents_of_packed_sequences(gradients: Callable[..., dict[str, Any]], layout: str) -> None:
+    compare(gradients, 4, layout, "llama" if "ulysses=4" not in layout else "gpt", source={"documents": True})
