@@ -60,8 +60,8 @@ def minimax_m2(fields: Fields, index: int, layers: int, facts: FfnFacts) -> Feed
 def granite(fields: Fields, index: int, layers: int, facts: FfnFacts) -> FeedForward:
     """Every layer; shared_intermediate_size, where given, is an MLP beside the experts, or the only one without experts."""
     shared = fields.count("shared_intermediate_size", 0, least=0)
-    if fields.count("num_experts", 0, least=0) == 0:
-        return mlp(shared, facts)
+    if fields.count("num_experts", least=0) == 0:
+        return mlp(fields.count("shared_intermediate_size"), facts)
     return moe(fields, fields.count("intermediate_size"), facts, shared_width=shared)
 
 

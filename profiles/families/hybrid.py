@@ -11,7 +11,7 @@ from typing import Any
 from profiles.errors import InputError
 from profiles.families import experts, windows
 from profiles.families.decoder import assemble
-from profiles.families.fields import Fields
+from profiles.families.fields import MAX_COUNT, Fields
 from profiles.model import Attention, Layer, LinearAttention, Mixer, Mlp, ModelSpec, Moe, StateSpace
 
 
@@ -40,10 +40,19 @@ def rank(fields: Fields, name: str, hidden: int) -> int:
     return math.ceil(hidden / 16) if fields.raw.get(name, "auto") == "auto" else fields.count(name)
 
 
+def expanded(fields: Fields, name: str) -> int:
+    """The inner width: ``name`` times the hidden width, rounded down."""
+    factor, hidden = fields.number(name, 2), fields.count("hidden_size")
+    inner = int(factor * hidden)
+    if not 1 <= inner <= MAX_COUNT:
+        raise InputError(fields.where + name, factor, f"makes no inner width of hidden_size = {hidden}", 2)
+    return inner
+
+
 def mamba(fields: Fields, name: str, family: str) -> ModelSpec:
     hidden = fields.count("hidden_size")
     mixer = StateSpace(
-        version=1, heads=int(fields.number("expand", 2) * hidden), head_dim=1, state=fields.count("state_size", 16),
+        version=1, heads=expanded(fields, "expand"), head_dim=1, state=fields.count("state_size", 16),
         convolution=fields.count("conv_kernel", 4), dt_rank=rank(fields, "time_step_rank", hidden),
         bias=fields.flag("use_bias", False), convolution_bias=fields.flag("use_conv_bias", True),
     )  # fmt: skip
@@ -52,7 +61,7 @@ def mamba(fields: Fields, name: str, family: str) -> ModelSpec:
 
 def mamba2(fields: Fields, name: str, family: str) -> ModelSpec:
     heads, head_dim = fields.count("num_heads"), fields.count("head_dim", 64)
-    inner = int(fields.number("expand", 2) * fields.count("hidden_size"))
+    inner = expanded(fields, "expand")
     if heads * head_dim != inner:
         rule = f"num_heads x head_dim must equal expand x hidden_size = {inner}"
         raise InputError("num_heads", heads, rule, max(1, inner // head_dim))
@@ -68,7 +77,7 @@ def jamba(fields: Fields, name: str, family: str) -> ModelSpec:
     """Mamba-1 with one attention layer in attn_layer_period; experts every expert_layer_period-th layer."""
     hidden, layers = fields.count("hidden_size"), fields.layers()
     state_space = StateSpace(
-        version=1, heads=fields.count("mamba_expand", 2) * hidden, head_dim=1, state=fields.count("mamba_d_state", 16),
+        version=1, heads=expanded(fields, "mamba_expand"), head_dim=1, state=fields.count("mamba_d_state", 16),
         convolution=fields.count("mamba_d_conv", 4), dt_rank=rank(fields, "mamba_dt_rank", hidden),
         bias=fields.flag("mamba_proj_bias", False), convolution_bias=fields.flag("mamba_conv_bias", True), inner_norms=True,
     )  # fmt: skip
@@ -134,7 +143,7 @@ def nemotron_experts(fields: Fields) -> Moe:
 
 def mamba_beside(fields: Fields, **facts: Any) -> StateSpace:
     """The Mamba-2 block of Falcon-H1, Bamba and Granite-4 (fields mamba_*)."""
-    inner = fields.optional("mamba_d_ssm") or int(fields.number("mamba_expand", 2) * fields.count("hidden_size"))
+    inner = fields.optional("mamba_d_ssm") or expanded(fields, "mamba_expand")
     heads = fields.count("mamba_n_heads", 128)
     if inner % heads:
         fields.divides("mamba_n_heads", heads, "the inner width", inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -248,6 +249,37 @@ def test_an_unknown_family_is_answered_with_the_nearest_and_what_to_write_by_han
     assert "llama" in str(caught.value.nearest)
     for word in ("ModelSpec YAML", "kinds", "pattern", "heads", "experts"):
         assert word in message
+
+
+JUNK: list[Any] = [
+    None, True, False, 0, 1, -1, 3, 2.5, 1e300, float("nan"), "", "auto", "x", [], [1], ["a"], [None], {}, {"a": 1}, 10**9, 10**30,
+    [0] * 3, ["full_attention"] * 3,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-4-scout", "deepseek-v3", "dbrx", "falcon-h1-7b", "nemotron-h-8b", "minimax-text-01", "gemma-3-4b", "mamba-2.8b"]
+)
+def test_whatever_one_field_holds_the_answer_is_a_model_or_an_error_that_names_a_field(name: str) -> None:
+    path = Path(__file__).parents[2] / "profiles" / "data" / "models" / f"{name}.json"
+    chance = random.Random(0)
+
+    def places(config: dict[str, Any]) -> list[tuple[str, ...]]:
+        inner = [(key, *rest) for key, value in config.items() if isinstance(value, dict) for rest in places(value)]
+        return [(key,) for key in config] + inner
+
+    for place in places(json.loads(path.read_text())):
+        for junk in chance.sample(JUNK, 8):
+            config = json.loads(path.read_text())
+            holder = config
+            for key in place[:-1]:
+                holder = holder[key]
+            holder[place[-1]] = junk
+            try:
+                total = read_config(config, "x").parameters.total
+            except InputError as error:
+                total = len(error.field)
+            assert total > 0
 
 
 # Old and new spellings

@@ -41,7 +41,9 @@ ROUNDED = {
     "granite-3.1-8b": (8.17, 0.01), "granite-3.1-3b-a800m": (3.30, 0.01), "granite-4.0-h-small": (32.2, 0.1),
     "ernie-4.5-21b-a3b": (21.8, 0.1), "ernie-4.5-300b-a47b": (300, 1), "command-r-plus": (104, 0.5), "stablelm-2-12b": (12.1, 0.1),
     "seed-oss-36b": (36.2, 0.1), "mistral-large-123b": (122.6, 0.1), "mistral-small-24b": (23.6, 0.1), "opt-66b": (66, 0.5),
-    "opt-175b": (175, 0.5), "falcon-180b": (180, 1.5), "mpt-7b": (6.65, 0.01), "mpt-30b": (30.0, 0.1), "gemma-3-27b": (27.0, 0.1),
+    "opt-175b": (175, 0.5), "falcon-180b": (180, 1.5), "mpt-7b": (6.65, 0.01), "mpt-30b": (30.0, 0.1),
+    "llama-7b": (6.7, 0.05), "llama-13b": (13.0, 0.05),
+    "llama-30b": (32.5, 0.05), "llama-65b": (65.2, 0.1), "gemma-3-27b": (27.0, 0.1),
 }  # fmt: skip
 """Billions of parameters as published, and how far rounding (or what the publisher counts, such as MTP) may lie from ours."""
 
