@@ -18,18 +18,21 @@ from profiles.measure.timing import Clock, Timing, clock_of, pooled, time_batche
 from profiles.measure.together import Together
 
 Report = Callable[[dict[str, Any]], None]
+OVERTIME = 2.5
 MEMORY_SHARE = 0.4
 """Of the host memory a worker may use, how much one candidate may take: the kernel ends a process that overdraws, unasked."""
 
 
 @dataclass
 class Section:
-    """Candidates of one kind, and the share of the budget they get."""
+    """Candidates of one kind, the share of the budget they get, and how many a fit needs at ``least``."""
 
     name: str
     share: float
     samples: Iterator[Sample]
+    least: int = 0
     spent: float = 0.0
+    taken: int = 0
     open: bool = True
 
 
@@ -65,7 +68,10 @@ class Bench:
         return sample.timed(timing) if timing else replace(sample, failed=problem)
 
     def run(self, sections: list[Section], *, budget_seconds: float, candidate_seconds: float, report: Report) -> None:
-        """Times candidates until ``budget_seconds`` are spent or there are none left; rank 0's clock decides for all."""
+        """Times candidates until ``budget_seconds`` are spent or there are none left; rank 0's clock decides for all.
+
+        A machine so busy that a section lacks its ``least`` gets up to ``OVERTIME`` times the budget to fill it.
+        """
         start = self.clock.now()
         while True:
             elapsed = self.clock.now() - start
@@ -80,12 +86,14 @@ class Bench:
             began = self.clock.now()
             done = self.time_sample(sample, candidate_seconds)
             section.spent += self.clock.now() - began
+            section.taken += not done.failed and not done.held_out
             elapsed = min((self.clock.now() - start) / budget_seconds, 1.0)
             report({"type": "sample", "section": section.name, "done": elapsed, "sample": done.to_json()})
 
     def _choose(self, sections: list[Section], elapsed: float, budget: float) -> int | None:
-        waiting = [i for i, s in enumerate(sections) if s.open]
-        if elapsed >= budget or not waiting:
+        late = elapsed >= budget
+        waiting = [i for i, s in enumerate(sections) if s.open and (not late or s.taken < s.least)]
+        if elapsed >= OVERTIME * budget or not waiting:
             return None
         return min(waiting, key=lambda i: sections[i].spent / sections[i].share)
 

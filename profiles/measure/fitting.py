@@ -48,9 +48,9 @@ def gpu_profile(samples: Sequence[Sample], facts: dict[str, Any]) -> GpuProfile:
     if "launch_seconds" not in facts:
         raise TooFew("the launch cost was not measured yet")
     source, cuda = source_of(facts), facts["device"] == "cuda"
-    products: dict[str, list[Sample]] = {}
+    products: dict[str, list[Sample[Matmul]]] = {}
     for sample in usable(samples, Matmul):
-        products.setdefault(sample.operation.dtype, []).append(sample)  # type: ignore[union-attr]
+        products.setdefault(sample.operation.dtype, []).append(sample)
     rate = memory_rate(samples, facts["launch_seconds"], mixed=not cuda)
     traffic = fastest_traffic(samples, rate)
     fitted = {d: fit_products(s, source, memory=traffic, derate=cuda) for d, s in products.items() if len(s) >= FEWEST_PRODUCTS}
@@ -86,13 +86,15 @@ def gpu_profile(samples: Sequence[Sample], facts: dict[str, Any]) -> GpuProfile:
     )
 
 
-def fit_products(samples: Sequence[Sample], source: str, *, memory: float, derate: bool) -> tuple[float, MatmulCurve, float]:
+def fit_products(
+    samples: Sequence[Sample[Matmul]], source: str, *, memory: float, derate: bool
+) -> tuple[float, MatmulCurve, float]:
     """(peak = best FLOP/s seen, curve, weight-gradient ratio) of one dtype's samples.
 
     The ratio is how much further weight gradients are above the curve of all than the other products are; the curve is then fitted
     again with their times divided by it.
     """
-    ops: list[Any] = [s.operation for s in samples]
+    ops = [s.operation for s in samples]
     peak = max(float(op.flops) / s.seconds for op, s in zip(ops, samples, strict=True))
     item = BYTES[ops[0].dtype]
 
@@ -122,10 +124,10 @@ def fit_attention(
     (an estimate). Backward over forward: the median over shapes timed both ways, by head size."""
     dtype = "bf16" if "bf16" in peaks else next(iter(peaks))
     timed = usable(samples, Attend)
-    own: str = timed[0].operation.dtype if timed else dtype  # type: ignore[union-attr]
+    own = timed[0].operation.dtype if timed else dtype
     passes: dict[bool, dict[tuple[int, int, int, int], float]] = {False: {}, True: {}}
     for s in timed:
-        op: Any = s.operation
+        op = s.operation
         if op.dtype == own:
             passes[op.backward][int(op.batch), int(op.q_len), int(op.heads), int(op.qk_dim)] = s.seconds
     forward, backward = passes[False], passes[True]
@@ -153,7 +155,7 @@ def memory_rate(samples: Sequence[Sample], launch_seconds: float, *, mixed: bool
     ``launch_seconds`` a kernel are taken off first."""
     rates: dict[str, list[float]] = {}
     for s in usable(samples, Pointwise):
-        op: Any = s.operation
+        op = s.operation
         rates.setdefault(s.form, []).append(op.bytes / max(s.seconds - op.kernels * launch_seconds, 0.2 * s.seconds))
     if not rates:
         raise TooFew("no memory traffic was measured")
@@ -166,14 +168,14 @@ def memory_rate(samples: Sequence[Sample], launch_seconds: float, *, mixed: bool
 
 def fastest_traffic(samples: Sequence[Sample], rate: float) -> float:
     """The best bytes/s any form reached."""
-    return max([rate, *(float(s.operation.bytes) / s.seconds for s in usable(samples, Pointwise))])  # type: ignore[union-attr]
+    return max([rate, *(float(s.operation.bytes) / s.seconds for s in usable(samples, Pointwise))])
 
 
 def held_out_errors(profile: GpuProfile, samples: Sequence[Sample]) -> dict[str, Errors]:
     """Errors by kind of operation and dtype: of matrix products, on the samples kept out of the fit."""
     found: dict[str, list[tuple[float, bool]]] = {}
     for s in usable(samples, Matmul, held_out=True):
-        op: Any = s.operation
+        op = s.operation
         if op.dtype in profile.matmul:
             error = abs(float(profile.seconds(op, sustained=False)) / s.seconds - 1)
             found.setdefault(f"matmul {op.dtype}", []).append((error, min(op.m, op.n, op.k) >= LARGE))
@@ -197,7 +199,7 @@ def link(samples: Sequence[Sample], facts: dict[str, Any], *, name: str = "") ->
     for (kind, ranks), timed in sorted(by_curve(samples).items()):
         if len(timed) < FEWEST_SIZES:
             continue
-        points = [fit.CollectiveSample(kind, ranks, s.operation.bytes, s.seconds) for s in timed]  # type: ignore[union-attr]
+        points = [fit.CollectiveSample(kind, ranks, s.operation.bytes, s.seconds) for s in timed]
         found = fit.fit_collective(points, origin="measured", source=source)[kind][0]
         best = max(best, *(float(wire_bytes(kind, p.bytes, ranks)) / p.seconds for p in points))
         rows[kind] = (*rows.get(kind, ()), found.curve)
@@ -221,16 +223,16 @@ def no_link(source: str) -> Link:
     return Link(name="none", peak_bytes_per_second=Constant(1e9, "bytes/s", "estimate", source), curves={"all_reduce": (row,)})
 
 
-def by_curve(samples: Sequence[Sample]) -> dict[tuple[str, int], list[Sample]]:
+def by_curve(samples: Sequence[Sample]) -> dict[tuple[str, int], list[Sample[Collective]]]:
     """Samples by (collective, group size), of each axis those with most groups at once."""
     timed = usable(samples, Collective)
     most: dict[str, int] = {}
     for s in timed:
-        axis = s.operation.axis  # type: ignore[union-attr]
+        axis = s.operation.axis
         most[axis] = max(most.get(axis, 1), s.groups)
-    found: dict[tuple[str, int], list[Sample]] = {}
+    found: dict[tuple[str, int], list[Sample[Collective]]] = {}
     for s in timed:
-        op: Any = s.operation
+        op = s.operation
         if s.groups == most[op.axis]:
             found.setdefault((op.kind, s.ranks), []).append(s)
     return found

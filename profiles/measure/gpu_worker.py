@@ -15,6 +15,8 @@ from profiles.measure import kernels, plan
 from profiles.measure.bench import Bench, Report, Section
 from profiles.measure.together import Together
 
+FEWEST_PRODUCTS, FEWEST_ATTENTIONS, FEWEST_TRAFFIC = 10, 9, 3
+"""Candidates without which no curve can be fitted (``fitting``), with a few to spare: they are taken even over budget."""
 CANDIDATE_SECONDS = {"cpu": 0.2, "cuda": 0.08}
 LONGEST_CALL_SECONDS = {"cpu": 0.12, "cuda": 0.02}
 """The FLOPs of the largest products timed follow from how fast the device turns out to be and this."""
@@ -38,7 +40,9 @@ def measure_here(device: torch.device, together: Together, *, report: Report, dt
     sides = (64, 4096) if kind == "cpu" else (128, 32768)
     tokens = (256, 1024, 2048) if kind == "cpu" else (1024, 4096, 8192, 16384)
     sections = [
-        Section(f"matmul {d}", 0.52 / len(rates), plan.matmuls(d, plan.Bounds(*sides, rate * longest, room), tokens))
+        Section(
+            f"matmul {d}", 0.52 / len(rates), plan.matmuls(d, plan.Bounds(*sides, rate * longest, room), tokens), FEWEST_PRODUCTS
+        )
         for d, rate in rates.items()
         if rate > 0
     ]
@@ -48,9 +52,11 @@ def measure_here(device: torch.device, together: Together, *, report: Report, dt
         candidates = plan.attentions(
             dtype, limit, head_dims=(64, 128) if kind == "cpu" else (128, 64), longest=2048 if kind == "cpu" else 32768
         )
-        sections.append(Section(f"attention {dtype}", 0.28 / len(attended), candidates))
+        sections.append(Section(f"attention {dtype}", 0.28 / len(attended), candidates, FEWEST_ATTENTIONS))
     limit = plan.Bounds(*sides, float("inf"), room)
-    sections.append(Section("memory", 0.2, plan.pointwises(limit, forms=kernels.KERNELS, sizes=POINTWISE_BYTES[kind])))
+    sections.append(
+        Section("memory", 0.2, plan.pointwises(limit, forms=kernels.KERNELS, sizes=POINTWISE_BYTES[kind]), FEWEST_TRAFFIC)
+    )
     left = max(budget_seconds - (bench.clock.now() - start), 0.1 * budget_seconds)
     bench.run(sections, budget_seconds=left, candidate_seconds=min(CANDIDATE_SECONDS[kind], left / 20), report=report)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from profiles.errors import one_line
-from profiles.measure.bench import Report
+from profiles.measure.bench import OVERTIME, Report
 from profiles.measure.gpu_worker import device_facts
 from profiles.measure.kernels import usable_bytes
 from profiles.measure.samples import Sample
@@ -20,6 +20,8 @@ from profiles.operations import Collective
 
 Groups = Sequence[Sequence[int]]
 REPEATS = 5
+FEWEST_SIZES = 4
+"""Message sizes without which no curve can be fitted: they are taken even over budget."""
 LONGEST_SHARE = 0.05
 """A single call may take this share of the budget; larger messages are then left out."""
 MEMORY_SHARE = 0.2
@@ -40,6 +42,7 @@ def measure_here(
         name: [dist.group.WORLD if list(g) == world else dist.new_group(list(g)) for g in groups] for name, groups in axes.items()
     }
     plan = list(candidates(axes, kinds, sizes, alone=alone))
+    needed = len(plan) * min(FEWEST_SIZES, len(sizes)) // len(sizes)
     wire = _Wire(device, together)
     start = wire.clock.now()
     reached: dict[tuple[str, str, int], tuple[float, float]] = {}
@@ -48,11 +51,13 @@ def measure_here(
         assert isinstance(op, Collective)
         curve = (op.axis, op.kind, sample.groups)
         bytes_before, seconds_before = reached.get(curve, (op.bytes, 0.0))
-        left = budget_seconds - (wire.clock.now() - start)
+        spent = wire.clock.now() - start
+        left = budget_seconds - spent
+        open_ = left > 0 or (index < needed and spent < OVERTIME * budget_seconds)
         expected = seconds_before + max(op.bytes - bytes_before, 0) * _slope(bytes_before, seconds_before)
         share = max(min(budget_seconds / len(plan), 3 * left / (len(plan) - index)), 0.0)
         go, share = together.gather(
-            (left > 0 and expected <= max(LONGEST_SHARE * budget_seconds, share) and 2 * op.bytes <= room, share)
+            (open_ and expected <= max(LONGEST_SHARE * budget_seconds, share) and 2 * op.bytes <= room, share)
         )[0]
         if not go:
             continue

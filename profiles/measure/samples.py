@@ -6,18 +6,19 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from profiles.errors import InputError
 from profiles.files import write_text
 from profiles.measure.timing import Timing
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Operation, Pointwise
 
+Op = TypeVar("Op", bound=Operation)
 OPERATIONS: dict[str, type[Any]] = {c.__name__: c for c in (Matmul, GroupedMatmul, Attend, Pointwise, Collective)}
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Generic[Op]):
     """Seconds one operation took: the median of its repeats and their quartiles ``low`` and ``high``.
 
     ``form`` says which kernel stood for it (a matrix product's layout, a pointwise kind). ``held_out`` samples are not fitted but
@@ -25,7 +26,7 @@ class Sample:
     ``ranks``, the ``stride`` between them, and the ``groups`` that communicated at once.
     """
 
-    operation: Operation
+    operation: Op
     seconds: float = 0.0
     low: float = 0.0
     high: float = 0.0
@@ -36,7 +37,7 @@ class Sample:
     stride: int = 1
     groups: int = 1
 
-    def timed(self, timing: Timing) -> Sample:
+    def timed(self, timing: Timing) -> Sample[Op]:
         return replace(self, seconds=timing.seconds, low=timing.low, high=timing.high)
 
     @property
@@ -54,13 +55,10 @@ class Sample:
         return cls(kind(**{k: record[k] for k in kind.__slots__ if k in record}), **own)
 
 
-def usable(samples: Iterable[Sample], kind: type[Any], *, held_out: bool | None = False) -> list[Sample]:
+def usable(samples: Iterable[Sample], kind: type[Op], *, held_out: bool | None = False) -> list[Sample[Op]]:
     """The timed samples of one kind of operation; ``held_out`` None takes both those fitted and those kept apart."""
-    return [
-        s
-        for s in samples
-        if isinstance(s.operation, kind) and not s.failed and s.seconds > 0 and (held_out is None or s.held_out is held_out)
-    ]
+    timed = (s for s in samples if isinstance(s.operation, kind) and not s.failed and s.seconds > 0)
+    return [cast("Sample[Op]", s) for s in timed if held_out is None or s.held_out is held_out]
 
 
 def save_samples(path: str | Path, samples: Sequence[Sample], **facts: object) -> None:
