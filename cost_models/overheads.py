@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from cost_models.arrays import maximum, where
 from cost_models.job import Job
 from cost_models.layer_cost import Local
-from cost_models.stage_states import stage_weights
+from cost_models.stage_states import stage_units, tensors, unit_holding
 from cost_models.state_bytes import States, shards
-from cost_models.states import Holding, Weight, hold
+from cost_models.states import Holding, Split, Weight
 from profiles.operations import Number
 
-ENDS = ("embedding", "head")
+Shape = tuple[int, int, Split]
+ENDS = ("embedding", "tokens", "head", "tied head")
+"""Units that ZeRO-3 gathers together (``stage_states.Tensors``)."""
 
 
 def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
@@ -33,11 +35,11 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
     every: Number = 0
     ends: Number = 0
     head: Number = 0
-    for weights, times in stage_weights(job, layout, rank):
-        size = hold(weights, layout, execution).all
-        if any(w.part in ENDS for w in weights):
+    for unit, times in stage_units(job, layout, rank):
+        size = unit_holding(job, layout, unit)[0].all
+        if unit in ENDS:
             ends = ends + size * times
-            head = head + size * times * any(w.part == "head" for w in weights)
+            head = head + (size * times if unit == "head" else 0)
         else:
             largest = maximum(largest, size)
             every = every + size * times
@@ -46,7 +48,7 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
     if layout.zero == 3:
         root, root_gradient = (wide * ends, wide * head) if execution.gathered_root else (0, 0)
         kept = layout.pp > 1 and not execution.reshard_with_pipeline
-        if kept and not execution.reduce_every_microbatch:
+        if execution.accumulates_unsharded or (kept and not execution.reduce_every_microbatch):
             backward = backward + reduced * (every + ends)
         loss = root + wide * (every if kept else largest)
         backward = backward + root + root_gradient + wide * (every if kept else execution.gathered_units * largest)
@@ -67,17 +69,25 @@ def lasting_buffers(job: Job, layout: Any, rank: int) -> Number:
 
 def dummy_gradients(job: Job, layout: Any, rank: int) -> Number:
     """One 16-bit gradient for each distinct shape of a linear layer's weight on the rank (Q, K and V are one where fused)."""
-    shapes: dict[tuple[int, int, str], Number] = {}
-    for weights, _ in stage_weights(job, layout, rank):
-        for rows, columns, split in fused_shapes(weights, job.execution.fused_qkv):
-            shape = Weight("dummy", "", rows, columns, 1, split)  # type: ignore[arg-type]
-            shapes[rows, columns, split] = shape.local(layout, job.execution)
-    return 2 * sum(shapes.values())
+    units, fused = tensors(job).units, job.execution.fused_qkv
+    shapes = {shape for unit, _ in stage_units(job, layout, rank) for shape in fused_shapes(units[unit], fused)}
+    total: Number = 0
+    for shape in shapes:
+        total = total + _local(job, layout, shape)
+    return 2 * total
 
 
-def fused_shapes(weights: Iterable[Weight], fused_qkv: bool) -> list[tuple[int, int, str]]:
+def _local(job: Job, layout: Any, shape: Shape) -> Number:
+    weight = Weight("dummy", "", shape[0], shape[1], 1, shape[2])
+    if hasattr(layout, "remember"):
+        return layout.remember(("shape", shape), lambda d: weight.local(d, job.execution))
+    return weight.local(layout, job.execution)
+
+
+@cache
+def fused_shapes(weights: tuple[Weight, ...], fused_qkv: bool) -> tuple[Shape, ...]:
     """(rows, columns, split) of the linear layers' weights as the framework stores them."""
-    out: list[tuple[int, int, str]] = []
+    out: list[Shape] = []
     qkv: list[Weight] = []
     for w in weights:
         if not w.linear:
@@ -88,7 +98,7 @@ def fused_shapes(weights: Iterable[Weight], fused_qkv: bool) -> list[tuple[int, 
             out.append((w.rows, w.columns, w.split))
     if qkv:
         out.append((sum(w.rows for w in qkv), qkv[0].columns, "tp"))
-    return out
+    return tuple(out)
 
 
 def optimizer_temporary(job: Job, layout: Any, holding: Holding) -> Number:

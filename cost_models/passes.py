@@ -75,7 +75,7 @@ def layer_key(job: Job, layout: Layout) -> Layout:
         if layout.order.endswith("pp"):
             inner = layout.tp * layout.cp
             fields |= {"pp": 1, "dp_replicate": 1, "dp_shard": max(1, -(-layout.ep * layout.etp // inner))}
-    elif layout.order.endswith("pp") and job.execution.reshard_with_pipeline:
+    elif layout.order.endswith("pp") and job.execution.reshard_with_pipeline and job.execution.reduce_every_microbatch:
         fields["pp"] = 1
     return layout.with_(**fields)
 
@@ -270,7 +270,8 @@ def _add_sharded_bytes(job: Job, network: Network, unit: int, sent: dict[str, di
         ("edp", weights.expert, gathered[1], "edp_shard"),
     ):
         add_bytes(sent, axis, network.sent("all_gather", group, wire), gathers)
-        add_bytes(sent, axis, network.sent("reduce_scatter", group, execution.reduce_bytes * count))
+        if not reduces_once(job, layout):
+            add_bytes(sent, axis, network.sent("reduce_scatter", group, execution.reduce_bytes * count))
 
 
 def _with_sharding(
@@ -281,13 +282,19 @@ def _with_sharding(
     layout, execution = network.layout, job.execution
     if gathers_once(job, layout):
         gather = 0.0
-        if layout.zero == 3 and not execution.reduce_every_microbatch:
-            scatter = 0.0
+    if reduces_once(job, layout):
+        scatter = 0.0
     before, after = gather, gather * (execution.gathers_per_microbatch - 1) + scatter
     work = recompute.seconds + backward_input.seconds + backward_weight.seconds
     if execution.fsdp_prefetch:
         before, after = hidden(before, forward.seconds), hidden(after, work)
     return _add(forward, "dp", before), _add(backward_input, "dp", after)
+
+
+def reduces_once(job: Job, layout: Layout) -> bool:
+    """Whether gradients are reduced with the last microbatch only; ZeRO-2 and 3 otherwise reduce with every one."""
+    pipelined = layout.pp > 1 and not job.execution.reduce_every_microbatch
+    return layout.zero < 2 or job.execution.accumulates_unsharded or pipelined
 
 
 def gathers_once(job: Job, layout: Layout) -> bool:

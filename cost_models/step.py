@@ -110,7 +110,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
     timeline = run_schedule(job, layout, chunks, updates, microbatches)
     slow = stragglers(job.cluster.nodes if layout.world > 1 else 1)
     pipeline = timeline.unsynchronised_seconds if job.execution.post_validation else timeline.seconds
-    step = (pipeline + job.execution.step_overhead_seconds) * slow
+    step = float((pipeline + job.execution.step_overhead_seconds) * slow)
     rank = max(range(layout.pp), key=lambda r: updates[r].start + timeline.busy[r] + updates[r].end)
     seconds = account(job, layout, chunks, updates, timeline, microbatches, rank, step)
     memory = tuple(stage_memory(job, layout)) if detail else ()
@@ -128,7 +128,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         mfu=model.training * job.tokens / peak,
         mfu_full_attention=full * job.tokens / peak,
         hfu=(model.training * job.tokens + again) / peak,
-        bubble_fraction=max(0.0, idle / step),
+        bubble_fraction=float(max(0.0, idle / step)),
         seconds=seconds,
         memory=memory,
         limit_bytes=job.limit_bytes,
@@ -136,7 +136,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         bytes_sent=bytes_sent(job, layout, chunks, updates, microbatches),
         guessed=guessed,
         busiest_stage=rank,
-        stage_seconds=timeline.busy,
+        stage_seconds=tuple(float(b) for b in timeline.busy),
         timeline=timeline if detail else None,
     )
 
@@ -176,7 +176,7 @@ def account(
     out["bubble"] = 0.0
     out["bubble"] = max(0.0, step - sum(out.values()))
     return {
-        name: seconds
+        name: float(seconds)
         for name, seconds in out.items()
         if seconds or name in ("matmul", "attention", "pointwise", "bubble", "optimizer")
     }

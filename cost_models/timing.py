@@ -56,7 +56,9 @@ class TimeFacts:
     gathers_per_microbatch: float = 2.0
     """ZeRO-3 gathers for forward and again for backward (1: parameters stay until backward, SHARD_GRAD_OP)."""
     reduce_every_microbatch: bool = True
-    """ZeRO-2 and 3 reduce gradients after every microbatch; otherwise once a step."""
+    """ZeRO-2 and 3 reduce gradients after every microbatch, under a pipeline too; otherwise a pipeline reduces with the last one."""
+    accumulates_unsharded: bool = False
+    """ZeRO-2 and 3 sum whole gradients over the microbatches and reduce them once (no_sync), at the memory of the whole gradient."""
     p2p_scatter: bool = False
     """Without SP, pipeline messages are cut over TP and gathered again within the node (Megatron's scatter-gather)."""
     p2p_overlap: bool = True

@@ -1,7 +1,7 @@
 """What a step adds to its passes on one pipeline rank: gradient reduction, parameter gathering, gradient norm, optimizer.
 
-Reduction runs beside the last microbatch's backward where the framework overlaps it, gathering beside the next first forward; 80 % of
-that time is usable, the last bucket never hides, and what hides still slows the work (``communication.INTERFERENCE``).
+Reduction runs beside the last microbatch's backward where the framework overlaps it, gathering beside the next first forward; 80 %
+of that time is usable, the last bucket never hides, and what hides still slows the work (``communication.INTERFERENCE``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from cost_models.communication import INTERFERENCE, Network, add_bytes
 from cost_models.job import Job
 from cost_models.layout import Layout
-from cost_models.passes import gather_bytes, gathers_once
+from cost_models.passes import gather_bytes, gathers_once, reduces_once
 from cost_models.states import Holding
 from profiles.operations import Matmul
 
@@ -58,12 +58,12 @@ def update_seconds(
     matrices: tuple[Matmul, ...] = (),
 ) -> Update:
     """The update of a rank that holds ``weights`` and whose one microbatch takes ``forward`` and ``backward`` seconds in all its
-    chunks; ``shared``: weights of a tied embedding that first and last stage both hold; ``matrices``: its weight-gradient products, for an optimizer that works on whole matrices."""
+    chunks; ``shared``: weights of a tied embedding that first and last stage both hold; ``matrices``: its weight-gradient products, for
+    an optimizer that works on whole matrices."""
     network, execution = Network(job.cluster, layout), job.execution
     sent: dict[str, dict[str, float]] = {}
     reduce: dict[str, float] = {}
     gather: dict[str, float] = {}
-    once = layout.zero < 2 or (layout.zero == 3 and gathers_once(job, layout) and not execution.reduce_every_microbatch)
     gathered = gather_bytes(job, weights)
     parts = (
         ("dp", weights.dense, gathered[0], "zero", "dp_replicate", layout.dp_shard * layout.cp),
@@ -73,7 +73,7 @@ def update_seconds(
         if not count:
             continue
         size = execution.reduce_bytes * count if job.precision != "fp32" else 4.0 * count
-        if once:
+        if reduces_once(job, layout):
             time = _reduction(network, size, shard_axis, replica_axis, shards, layout.zero, sent, axis)
             reduce[axis] = _exposed(time, size, execution.dp_bucket_bytes, USABLE * backward, execution.dp_overlap)
         if layout.zero in (1, 2) or (layout.zero == 3 and gathers_once(job, layout)):
@@ -100,7 +100,7 @@ def _reduction(
     sent: dict[str, dict[str, float]],
     axis: str,
 ) -> float:
-    """Seconds of reducing ``size`` bytes of gradients once over all replicas."""
+    """Seconds of reducing ``size`` bytes of gradients once over all replicas; what is sent is added to ``sent``."""
     if zero == 0:
         time = network.seconds("all_reduce", shard_axis, size) + network.seconds("all_reduce", replica_axis, size)
         add_bytes(sent, axis, network.sent("all_reduce", shard_axis, size))
