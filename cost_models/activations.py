@@ -72,32 +72,95 @@ def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, la
     loss: Number | None = None
     backward: Number = 0
     if last:
-        for cost in _tail(job, degrees):
-            kept = kept + cost.saved_bytes
-            weight_pass = weight_pass + cost.weight_pass_bytes
-            loss = cost.transient if loss is None else maximum(loss, cost.transient - freed)
-            freed = freed + cost.saved_bytes
-    unit = job.execution.recompute_unit
+        for name in ("mtp",) * job.model.mtp + ("head",):
+            tail = unit_memory(job, degrees, name)
+            kept = kept + tail.kept
+            weight_pass = weight_pass + tail.weight_pass
+            loss = tail.transient if loss is None else maximum(loss, tail.transient - freed)
+            freed = freed + tail.kept
+    together = job.execution.recompute_unit
     for run in reversed(tuple(runs)):
-        cost = layer_cost(job, degrees, run.kind)
-        each = kept_bytes(cost, run.rule, degrees.tp)
+        unit = unit_memory(job, degrees, run.kind, run.rule)
         if run.rule.mode == "full":
-            together = min(unit, run.count)
-            total = each * -(-run.count // unit)
-            again = cost.saved_bytes * together - each
+            total = unit.kept * -(-run.count // together)
+            again = unit.saved * min(together, run.count) - unit.kept
         else:
-            total, again = each * run.count, maximum(cost.saved_bytes - each, 0)
-        backward = maximum(backward, again + cost.transient - freed)
+            total, again = unit.kept * run.count, maximum(unit.saved - unit.kept, 0)
+        backward = maximum(backward, again + unit.transient - freed)
         kept = kept + total
-        weight_pass = weight_pass + cost.weight_pass_bytes * run.count
-        largest = maximum(largest, each)
+        weight_pass = weight_pass + unit.weight_pass * run.count
+        largest = maximum(largest, unit.kept)
         freed = freed + total
     if first:
-        kept = kept + _embedding(job, degrees).saved_bytes
+        kept = kept + unit_memory(job, degrees, "embedding").kept
     if boundary and job.execution.pipeline_output_kept:
-        local = Local(job, degrees)
-        kept = kept + local.split_tokens * job.model.hidden * local.bytes
+        kept = kept + unit_memory(job, degrees, "boundary").kept
     return ChunkMemory(kept, weight_pass, loss, backward, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMemory:
+    """A layer kind under a recompute rule, or an end of the model, per microbatch on one rank: bytes ``kept``, ``saved`` without
+    recompute, held for the weight pass, and the most that exists beyond them."""
+
+    kept: Number
+    saved: Number
+    weight_pass: Number
+    transient: Number
+
+
+PLAIN = RecomputeRule(0, None, "none")
+
+
+def unit_memory(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule = PLAIN) -> UnitMemory:
+    """The memory of a layer kind by its index, or of ``embedding``, ``head``, ``mtp``, or the ``boundary`` tensor between stages.
+
+    Remembered: by the fields of a ``Layout`` that matter to it, or by the arrays themselves (``memory_bulk.LayoutArrays``).
+    """
+    if isinstance(degrees, Layout):
+        return _remembered(job, _key(degrees), unit, rule)
+    if hasattr(degrees, "remember"):
+        found: UnitMemory = degrees.remember(("unit", unit, rule), lambda d: _unit(job, d, unit, rule))
+        return found
+    return _unit(job, degrees, unit, rule)
+
+
+def _unit(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule) -> UnitMemory:
+    if unit == "boundary":
+        local = Local(job, degrees)
+        size = local.split_tokens * job.model.hidden * local.bytes
+        return UnitMemory(size, size, 0, 0)
+    cost = unit_cost(job, degrees, unit)
+    return UnitMemory(kept_bytes(cost, rule, degrees.tp), cost.saved_bytes, cost.weight_pass_bytes, cost.transient)
+
+
+def unit_cost(job: Job, degrees: Any, unit: int | str) -> LayerCost:
+    """The operations of a unit."""
+    if isinstance(degrees, Layout):
+        return _cost(job, _key(degrees), unit)
+    if unit == "embedding":
+        return embedding_operations(job, degrees)
+    if unit == "head":
+        return head_operations(job, degrees)
+    if unit == "mtp":
+        return mtp_operations(job, degrees)
+    return layer_operations(job, degrees, job.model.kinds[int(unit)])
+
+
+@lru_cache(maxsize=32768)
+def _remembered(job: Job, key: Layout, unit: int | str, rule: RecomputeRule) -> UnitMemory:
+    return _unit(job, key, unit, rule)
+
+
+@lru_cache(maxsize=8192)
+def _cost(job: Job, key: Layout, unit: int | str) -> LayerCost:
+    if unit == "embedding":
+        return embedding_operations(job, key)
+    if unit == "head":
+        return head_operations(job, key)
+    if unit == "mtp":
+        return mtp_operations(job, key)
+    return layer_operations(job, key, job.model.kinds[int(unit)])
 
 
 def offloaded(activations: Number, chunks: Iterable[ChunkMemory]) -> Number:
@@ -108,40 +171,6 @@ def offloaded(activations: Number, chunks: Iterable[ChunkMemory]) -> Number:
     return minimum(activations, 2 * largest)
 
 
-def layer_cost(job: Job, degrees: Degrees, kind: int) -> LayerCost:
-    """The operations of a layer kind; remembered for a ``Layout``, whose activations depend on few of its fields."""
-    if isinstance(degrees, Layout):
-        return _layer(job, _key(degrees), kind)
-    return layer_operations(job, degrees, job.model.kinds[kind])
-
-
-def _tail(job: Job, degrees: Degrees) -> list[LayerCost]:
-    """What follows the layers, the last to run backward last: MTP modules end the forward, so their losses come first."""
-    if isinstance(degrees, Layout):
-        key = _key(degrees)
-        return [_mtp(job, key)] * job.model.mtp + [_head(job, key)]
-    return [mtp_operations(job, degrees) for _ in range(job.model.mtp)] + [head_operations(job, degrees)]
-
-
 def _key(layout: Layout) -> Layout:
     """``layout`` without what the operations of one microbatch do not depend on."""
     return layout.with_(pp=1, vpp=1, schedule="1f1b", recompute="none", stages=(), order="tp-cp-dp-pp", zero=1, offload=())
-
-
-@lru_cache(maxsize=8192)
-def _layer(job: Job, key: Layout, kind: int) -> LayerCost:
-    return layer_operations(job, key, job.model.kinds[kind])
-
-
-@lru_cache(maxsize=2048)
-def _head(job: Job, key: Layout) -> LayerCost:
-    return head_operations(job, key)
-
-
-@lru_cache(maxsize=1024)
-def _mtp(job: Job, key: Layout) -> LayerCost:
-    return mtp_operations(job, key)
-
-
-def _embedding(job: Job, degrees: Degrees) -> LayerCost:
-    return embedding_operations(job, degrees)

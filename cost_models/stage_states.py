@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from cost_models.job import Job
 from cost_models.state_bytes import States, adapter_weights, states
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
+from profiles.model import ModelSpec
 
 
 def ranks_chunks(layout: Any, rank: int) -> tuple[int, ...]:
@@ -17,35 +19,71 @@ def ranks_chunks(layout: Any, rank: int) -> tuple[int, ...]:
     return tuple(layout.chunks_of_rank(rank))
 
 
-def stage_weights(job: Job, layout: Any, rank: int) -> list[tuple[tuple[Weight, ...], int]]:
-    """The weights of a rank as (tensors, times): its layers by kind, the embedding with chunk 0, the head and MTP with the last.
+@dataclass(frozen=True)
+class Tensors:
+    """The weights of a model by unit: layer kinds, ``embedding``, ``head`` (final norm included; without the projection where it
+    is ``tied`` to an embedding on the same rank), ``mtp``, and the token embedding alone (``tokens``)."""
 
-    A tied embedding stands at both ends of a pipeline; MTP modules bring a copy of the embedding to the last stage.
-    """
-    model, out = job.model, []
-    for chunk in ranks_chunks(layout, rank):
-        counts: dict[int, int] = {}
-        for layer in layout.layers_of_chunk(chunk, model.num_layers):
-            counts[model.pattern[layer]] = counts.get(model.pattern[layer], 0) + 1
-        out += [(_layer(job, kind), count) for kind, count in counts.items()]
-        if chunk == 0:
-            out.append((embedding_weights(model), 1))
-        if chunk == layout.chunks - 1:
-            out.append((head_weights(model, shares_embedding=model.tied and 0 in ranks_chunks(layout, rank)), 1))
-            if model.mtp:
-                out.append((mtp_weights(model), model.mtp))
-                if not model.tied and 0 not in ranks_chunks(layout, rank):
-                    out.append((embedding_weights(model)[:1], 1))
-    return out
+    units: dict[int | str, tuple[Weight, ...]]
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> Tensors:
+        units: dict[int | str, tuple[Weight, ...]] = {k: layer_weights(model, kind) for k, kind in enumerate(model.kinds)}
+        units["embedding"] = embedding_weights(model)
+        units["tokens"] = units["embedding"][:1]
+        units["head"] = head_weights(model, shares_embedding=False)
+        units["tied head"] = head_weights(model, shares_embedding=True)
+        if model.mtp:
+            units["mtp"] = mtp_weights(model)
+        return cls(units)
 
 
 @lru_cache(maxsize=64)
-def _layers(job: Job) -> tuple[tuple[Weight, ...], ...]:
-    return tuple(layer_weights(job.model, kind) for kind in job.model.kinds)
+def tensors(job: Job) -> Tensors:
+    return Tensors.of(job.model)
 
 
-def _layer(job: Job, kind: int) -> tuple[Weight, ...]:
-    return _layers(job)[kind]
+def stage_units(job: Job, layout: Any, rank: int) -> list[tuple[int | str, int]]:
+    """What a rank holds as (unit of ``Tensors``, times): layers by kind, the embedding with chunk 0, head and MTP with the last.
+
+    A tied embedding stands at both ends of a pipeline; MTP modules bring a copy of the embedding to the last stage.
+    """
+    model = job.model
+    out: list[tuple[int | str, int]] = []
+    mine = ranks_chunks(layout, rank)
+    for chunk in mine:
+        counts: dict[int, int] = {}
+        for layer in layout.layers_of_chunk(chunk, model.num_layers):
+            counts[model.pattern[layer]] = counts.get(model.pattern[layer], 0) + 1
+        out += counts.items()
+        if chunk == 0:
+            out.append(("embedding", 1))
+        if chunk == layout.chunks - 1:
+            out.append(("tied head" if model.tied and 0 in mine else "head", 1))
+            if model.mtp:
+                out.append(("mtp", model.mtp))
+                if not model.tied and 0 not in mine:
+                    out.append(("tokens", 1))
+    return out
+
+
+def unit_holding(job: Job, degrees: Any, unit: int | str) -> tuple[Holding, Holding]:
+    """(everything held of a unit, what is trained of it), adapters included."""
+    if hasattr(degrees, "remember"):
+        found: tuple[Holding, Holding] = degrees.remember(("holding", unit), lambda d: _holding(job, d, unit))
+        return found
+    return _holding(job, degrees, unit)
+
+
+def _holding(job: Job, degrees: Any, unit: int | str) -> tuple[Holding, Holding]:
+    weights = tensors(job).units[unit]
+    base = hold(weights, degrees, job.execution)
+    if job.lora_rank:
+        extra = hold(adapter_weights(weights, job.lora_rank), degrees, job.execution)
+        return base + extra, extra
+    if job.frozen:
+        return base, hold((w for w in weights if w.part not in job.frozen), degrees, job.execution)
+    return base, base
 
 
 def stage_holding(job: Job, layout: Any, rank: int) -> Holding:
@@ -60,18 +98,8 @@ def stage_states(job: Job, layout: Any, rank: int) -> States:
 
 
 def _held(job: Job, layout: Any, rank: int) -> tuple[Holding, Holding]:
-    """(everything held, what is trained of it)."""
     held, trained = Holding(), Holding()
-    for weights, times in stage_weights(job, layout, rank):
-        base = hold(weights, layout, job.execution)
-        if job.lora_rank:
-            extra = hold(adapter_weights(weights, job.lora_rank), layout, job.execution)
-            held, trained = held + base.times(times) + extra.times(times), trained + extra.times(times)
-            continue
-        held = held + base.times(times)
-        if job.frozen:
-            base = hold((w for w in weights if w.part not in job.frozen), layout, job.execution)
-        trained = trained + base.times(times)
+    for unit, times in stage_units(job, layout, rank):
+        all_of, trained_of = unit_holding(job, layout, unit)
+        held, trained = held + all_of.times(times), trained + trained_of.times(times)
     return held, trained
-
-
