@@ -19,7 +19,7 @@ import yaml
 
 from cost_models.execution import load_execution
 from cost_models.job import Job
-from cost_models.layout import Layout, even_split
+from cost_models.layout import Layout, even_split, nearest_divisor
 from profiles.errors import InputError
 from profiles.hardware import load_cluster
 from profiles.model import Attention, FeedForward, LatentAttention, Layer, Mlp, ModelSpec, Moe
@@ -273,25 +273,30 @@ def _model(row: Row, facts: Mapping[str, Any]) -> ModelSpec:
 
 def _layout(row: Row, facts: Mapping[str, Any], model: ModelSpec, guessed: list[str]) -> Layout:
     tp, pp, cp, ep = (_number(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
-    vpp = _number(row, "vp", 1)
+    vpp = facts.get("vpp", _number(row, "vp", 1))
     gpus = _count(row, "gpus")
     if gpus % (tp * pp * cp):
         raise InputError("tp*pp*cp", tp * pp * cp, f"must divide the {gpus} GPUs")
     dp = gpus // (tp * pp * cp)
-    zero = _zero(row, guessed)
+    zero = facts["zero"] if "zero" in facts and not row.get("zero") else _zero(row, guessed)
     for cell, default in (("micro_batch", "1"), ("recompute", "none")):
         if not row.get(cell) and cell not in facts:
             guessed.append(f"{cell} {default}")
-    if pp > 1 and not row.get("vp") and "interleaved" in row.get("schedule", ""):
+    if pp > 1 and not row.get("vp") and "vpp" not in facts and "interleaved" in row.get("schedule", ""):
         guessed.append("vp 1")
     etp = tp if facts.get("etp") == "tp" and not row.get("etp") else _number(row, "etp", 1)
+    stage = tp * cp * dp
+    if stage % (etp * ep):
+        near = nearest_divisor(stage // etp, ep)
+        guessed.append(f"ep {near}: the printed {ep} does not divide the {stage} ranks of a stage")
+        ep = near
     schedule = facts.get("schedule") or ("interleaved" if vpp > 1 else "1f1b")
     replicated = zero == 0
     recompute = _recompute(facts.get("recompute") or row.get("recompute", ""), model.num_layers)
     layout = Layout(
         tp=tp, pp=pp, vpp=2 if schedule == "zb-v" else vpp, cp=cp, cp_kind=facts.get("cp_kind", "ring"), ep=ep, etp=etp,
         dp_replicate=dp if replicated else 1, dp_shard=1 if replicated else dp, zero=zero,
-        sp=row.get("sp", "0") == "1" and tp > 1, micro_batch=_number(row, "micro_batch", 1), schedule=schedule, recompute=recompute,
+        sp=row.get("sp", "0") == "1" and tp > 1, micro_batch=_number(row, "micro_batch", facts.get("micro_batch", 1)), schedule=schedule, recompute=recompute,
         stages=_stages(facts, model.num_layers, pp * vpp), dispatcher=facts.get("dispatcher", "alltoall"), capacity=float(facts.get("capacity", 0.0)),
     )  # fmt: skip
     layout.check_products(gpus)
