@@ -335,7 +335,7 @@ class GpuProfile:
         short = 1 + curve.s0 * (curve.full_share + (1 - curve.full_share) * cut) / reach
         forward = 2.0 * op.pairs * (op.qk_dim + op.v_dim) * op.heads * op.batch
         busy = forward / (curve.efficiency * self.peaks[dtype].value * speed * kernel) * short * (1 + curve.w0 * self.sms / tiles)
-        return (curve.t0_seconds + busy) * ratio
+        return (curve.t0_seconds + busy / self._speed(sustained)[1]) * ratio
 
     def _unfused(self, op: Attend, sustained: bool) -> Number:
         """Scores and context as batched products over all q_len x k_len pairs: a mask skips nothing. Score traffic is Pointwise."""
