@@ -41,12 +41,18 @@ class Run:
 
 def runs_of(job: Job, layout: Any, chunk: int) -> tuple[Run, ...]:
     """The layers of ``chunk`` as runs of equal ones, in order."""
-    recompute = layout.recompute_rules
-    layers = layout.layers_of_chunk(chunk, job.model.num_layers)
+    return _runs(job.model.pattern, layout.pp, layout.vpp, layout.stages, layout.recompute, chunk)
+
+
+@lru_cache(maxsize=65536)
+def _runs(pattern: tuple[int, ...], pp: int, vpp: int, stages: tuple[int, ...], recompute: str, chunk: int) -> tuple[Run, ...]:
+    layout = Layout(pp=pp, vpp=vpp, stages=stages, recompute=recompute)
+    rules = layout.recompute_rules
+    layers = layout.layers_of_chunk(chunk, len(pattern))
 
     def sort(i: int) -> tuple[int, str, tuple[str, ...]]:
-        rule = recompute.of(i)
-        return job.model.pattern[i], rule.mode, rule.modules
+        rule = rules.of(i)
+        return pattern[i], rule.mode, rule.modules
 
     return tuple(
         Run(kind, RecomputeRule(0, None, mode, modules), len(list(group))) for (kind, mode, modules), group in groupby(layers, sort)

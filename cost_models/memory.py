@@ -17,8 +17,9 @@ from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.overheads import communicators, gathered_buffers, graph_pool, initial_bytes, lasting_buffers, optimizer_temporary
 from cost_models.schedules import in_flight
-from cost_models.stage_states import ranks_chunks, stage_holding, stage_states
+from cost_models.stage_states import ranks_chunks, stage_holding
 from cost_models.state_bytes import States
+from cost_models.state_bytes import states as states_of
 from profiles.errors import InputError
 
 
@@ -95,7 +96,8 @@ def stage_memory(job: Job, layout: Layout) -> tuple[StageMemory, ...]:
 
 def fixed_part(job: Job, layout: Layout, rank: int) -> Fixed:
     """What pipeline rank ``rank`` holds throughout."""
-    states, holding = stage_states(job, layout, rank), stage_holding(job, layout, rank)
+    holding, trained = stage_holding(job, layout, rank)
+    states = states_of(job, layout, holding, trained)
     lasting = float(lasting_buffers(job, layout, rank))
     loss, backward = gathered_buffers(job, layout, rank)
     communication = float(communicators(job, layout))

@@ -28,7 +28,7 @@ from cost_models.overheads import (
     optimizer_temporary,
 )  # fmt: skip
 from cost_models.schedules import in_flight
-from cost_models.stage_states import ranks_chunks, stage_holding, stage_states, unit_holding
+from cost_models.stage_states import ranks_chunks, stage_holding, unit_holding
 from cost_models.state_bytes import states
 
 Floats = npt.NDArray[np.float64]
@@ -162,7 +162,8 @@ def _needed(job: Job, arrays: LayoutArrays, microbatches: int) -> Floats:
             chunks[chunk] = chunk_cache[key]
             shape.append(key)
         if tuple(shape) not in alike:
-            held_states, holding = stage_states(job, arrays, rank), stage_holding(job, arrays, rank)
+            holding, trained = stage_holding(job, arrays, rank)
+            held_states = states(job, arrays, holding, trained)
             lasting = lasting_buffers(job, arrays, rank)
             alike[tuple(shape)] = (
                 held_states.total, lasting, gathered_buffers(job, arrays, rank),

@@ -69,19 +69,17 @@ def lasting_buffers(job: Job, layout: Any, rank: int) -> Number:
 
 def dummy_gradients(job: Job, layout: Any, rank: int) -> Number:
     """One 16-bit gradient for each distinct shape of a linear layer's weight on the rank (Q, K and V are one where fused)."""
-    units, fused = tensors(job).units, job.execution.fused_qkv
-    shapes = {shape for unit, _ in stage_units(job, layout, rank) for shape in fused_shapes(units[unit], fused)}
-    total: Number = 0
-    for shape in shapes:
-        total = total + _local(job, layout, shape)
-    return 2 * total
-
-
-def _local(job: Job, layout: Any, shape: Shape) -> Number:
-    weight = Weight("dummy", "", shape[0], shape[1], 1, shape[2])
+    held = tuple(sorted({str(unit) for unit, _ in stage_units(job, layout, rank)}))
     if hasattr(layout, "remember"):
-        return layout.remember(("shape", shape), lambda d: weight.local(d, job.execution))
-    return weight.local(layout, job.execution)
+        found: Number = layout.remember(("dummies", held), lambda d: _dummies(job, d, held))
+        return found
+    return _dummies(job, layout, held)
+
+
+def _dummies(job: Job, degrees: Any, held: tuple[str, ...]) -> Number:
+    units = {str(name): weights for name, weights in tensors(job).units.items()}
+    shapes = {shape for name in held for shape in fused_shapes(units[name], job.execution.fused_qkv)}
+    return 2 * sum(Weight("", "", rows, columns, 1, split).local(degrees, job.execution) for rows, columns, split in shapes)
 
 
 @cache

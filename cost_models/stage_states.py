@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from cost_models.job import Job
+from cost_models.layout import Layout
 from cost_models.state_bytes import States, adapter_weights, states
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
 from profiles.model import ModelSpec
@@ -43,28 +44,37 @@ def tensors(job: Job) -> Tensors:
     return Tensors.of(job.model)
 
 
-def stage_units(job: Job, layout: Any, rank: int) -> list[tuple[int | str, int]]:
+Units = tuple[tuple[int | str, int], ...]
+
+
+def stage_units(job: Job, layout: Any, rank: int) -> Units:
     """What a rank holds as (unit of ``Tensors``, times): layers by kind, the embedding with chunk 0, head and MTP with the last.
 
     A tied embedding stands at both ends of a pipeline; MTP modules bring a copy of the embedding to the last stage.
     """
-    model = job.model
+    place = (layout.pp, layout.vpp, layout.schedule, layout.stages)
+    return _units(job.model.pattern, place, rank, job.model.tied, job.model.mtp)
+
+
+@lru_cache(maxsize=65536)
+def _units(pattern: tuple[int, ...], place: tuple[int, int, str, tuple[int, ...]], rank: int, tied: bool, mtp: int) -> Units:
+    layout = Layout(pp=place[0], vpp=place[1], schedule=place[2], stages=place[3])
     out: list[tuple[int | str, int]] = []
     mine = ranks_chunks(layout, rank)
     for chunk in mine:
         counts: dict[int, int] = {}
-        for layer in layout.layers_of_chunk(chunk, model.num_layers):
-            counts[model.pattern[layer]] = counts.get(model.pattern[layer], 0) + 1
+        for layer in layout.layers_of_chunk(chunk, len(pattern)):
+            counts[pattern[layer]] = counts.get(pattern[layer], 0) + 1
         out += counts.items()
         if chunk == 0:
             out.append(("embedding", 1))
         if chunk == layout.chunks - 1:
-            out.append(("tied head" if model.tied and 0 in mine else "head", 1))
-            if model.mtp:
-                out.append(("mtp", model.mtp))
-                if not model.tied and 0 not in mine:
+            out.append(("tied head" if tied and 0 in mine else "head", 1))
+            if mtp:
+                out.append(("mtp", mtp))
+                if not tied and 0 not in mine:
                     out.append(("tokens", 1))
-    return out
+    return tuple(out)
 
 
 def unit_holding(job: Job, degrees: Any, unit: int | str) -> tuple[Holding, Holding]:
@@ -86,20 +96,15 @@ def _holding(job: Job, degrees: Any, unit: int | str) -> tuple[Holding, Holding]
     return base, base
 
 
-def stage_holding(job: Job, layout: Any, rank: int) -> Holding:
-    """What one rank of pipeline rank ``rank`` holds before ZeRO, adapters included."""
-    return _held(job, layout, rank)[0]
-
-
-def stage_states(job: Job, layout: Any, rank: int) -> States:
-    """Parameters, gradients and optimizer state of one rank of pipeline rank ``rank``."""
-    held, trained = _held(job, layout, rank)
-    return states(job, layout, held, trained)
-
-
-def _held(job: Job, layout: Any, rank: int) -> tuple[Holding, Holding]:
+def stage_holding(job: Job, layout: Any, rank: int) -> tuple[Holding, Holding]:
+    """What one rank of pipeline rank ``rank`` holds before ZeRO, adapters included, and what of it is trained."""
     held, trained = Holding(), Holding()
     for unit, times in stage_units(job, layout, rank):
         all_of, trained_of = unit_holding(job, layout, unit)
         held, trained = held + all_of.times(times), trained + trained_of.times(times)
     return held, trained
+
+
+def stage_states(job: Job, layout: Any, rank: int) -> States:
+    """Parameters, gradients and optimizer state of one rank of pipeline rank ``rank``."""
+    return states(job, layout, *stage_holding(job, layout, rank))
