@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial as partial_call
 from typing import Protocol
 
 import torch
@@ -118,6 +119,7 @@ class Bucket:
         if self.full is None:
             self.sharded = torch.zeros(self.high - self.low, dtype=wide, device=first.device)
         self.direct = self.full is not None and wide == first.dtype
+        self._arrived: set[int] = set()
         for slot in slots:
             view = self.parameters[slot.start : slot.start + slot.count].view(slot.parameter.shape)
             view.copy_(slot.parameter.data)
@@ -125,6 +127,8 @@ class Bucket:
             if self.direct:
                 assert self.full is not None
                 slot.parameter.grad = self.full[slot.start : slot.start + slot.count].view(slot.parameter.shape)
+            else:
+                slot.parameter.register_post_accumulate_grad_hook(partial_call(self._arrive, slot))
 
     @property
     def values(self) -> list[Tensor]:
@@ -143,14 +147,22 @@ class Bucket:
         buffer.zero_()
 
     def collect(self) -> None:
+        """Take what no hook saw: a weight-gradient pass of a split backward calls none."""
         if self.direct:
             return
         for slot in self.slots:
-            self.collect_one(slot)
+            self._take(slot)
         if self.sharded is not None and self.full is not None:
             self._scatter()
 
-    def collect_one(self, slot: Slot) -> None:
+    def _arrive(self, slot: Slot, _: Tensor) -> None:
+        """A gradient is complete: let its own tensor go at once, and under ZeRO-2 the bucket when it was the last."""
+        self._take(slot)
+        self._arrived.add(slot.start)
+        if self.sharded is not None and len(self._arrived) == len(self.slots):
+            self._scatter()
+
+    def _take(self, slot: Slot) -> None:
         """Move a parameter's own gradient into the bucket's wide buffer."""
         grad = slot.parameter.grad
         if grad is None:
@@ -170,6 +182,7 @@ class Bucket:
         dist.reduce_scatter_single(part, self.full, group=self.shard.group)
         self.sharded.add_(part)
         self.full = None
+        self._arrived.clear()
 
     def reduce(self) -> None:
         if self.sharded is not None:
@@ -222,20 +235,22 @@ def boxes(name: str, block: Block, flat: Tensor, start: int) -> Iterator[Piece]:
         at += count
 
 
-Key = tuple[bool, tuple[str, ...], int, bool]
+Key = tuple[int, bool, tuple[str, ...], int, bool]
 
 
 def grouped(modules: Iterable[nn.Module]) -> dict[Key, list[tuple[str, nn.Parameter, Block]]]:
-    """Trained parameters by (expert, partial, copies, decay): what may share a bucket."""
+    """Trained parameters by (chunk, expert, partial, copies, decay): what may share a bucket."""
     groups: dict[Key, list[tuple[str, nn.Parameter, Block]]] = {}
     seen: set[int] = set()
-    for module in modules:
+    for number, module in enumerate(modules):
         blocks: dict[str, Block] = module.blocks  # type: ignore[assignment]
         for name, parameter in module.named_parameters():
             block = blocks[name]
             if id(parameter) not in seen and parameter.requires_grad:
                 seen.add(id(parameter))
-                groups.setdefault((block.expert, block.partial, block.copies, block.decay), []).append((name, parameter, block))
+                groups.setdefault((number, block.expert, block.partial, block.copies, block.decay), []).append(
+                    (name, parameter, block)
+                )
     return groups
 
 
@@ -243,7 +258,7 @@ def make_buckets(modules: Iterable[nn.Module], mesh: Mesh, wide: torch.dtype) ->
     """The buckets of every parameter of the rank's chunks. ``wide`` is the dtype gradients accumulate in."""
     zero = mesh.layout.zero
     out: list[Shards] = []
-    for (expert, partial, copies, _), members in grouped(modules).items():
+    for (_, expert, partial, copies, _), members in grouped(modules).items():
         shard, replicate = shard_axes(mesh, expert, zero)
         weight = 1.0 / (copies * replicate.size * (1 if zero else shard.size))
         axes = [mesh.axis(name) for name in partial]

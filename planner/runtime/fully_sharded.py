@@ -50,6 +50,8 @@ def initialise(decoder: nn.Module, seed: int) -> None:
     """Fill each shard from (seed, name, rows): no rank ever holds a whole parameter."""
     for name, block, local, start in _locals(decoder):
         fill(local, name, _rows(block, start, local.shape[0]), seed)
+    for buffer in decoder.buffers():
+        buffer.zero_()
 
 
 def _rows(block: Block, start: int, count: int) -> Block:
@@ -117,7 +119,7 @@ class FullyShardedGroup:
 def make_groups(decoders: Iterable[nn.Module], mesh: Mesh) -> list[FullyShardedGroup]:
     """The groups of every parameter of the rank's chunks."""
     out = []
-    for (expert, partial, copies, _), members in grouped(decoders).items():
+    for (_, expert, partial, copies, _), members in grouped(decoders).items():
         _, replicate = shard_axes(mesh, expert, 3)
         out.append(FullyShardedGroup(members, [mesh.axis(n) for n in partial], 1.0 / (copies * replicate.size)))
     return out

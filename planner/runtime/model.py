@@ -18,12 +18,13 @@ from planner.runtime.context import ContextAttention
 from planner.runtime.loss import token_losses
 from planner.runtime.mesh import Mesh
 from planner.runtime.mlp import MlpBlock
+from planner.runtime.moe import Balance, MoeBlock
 from planner.runtime.norms import Norm
 from planner.runtime.parameter import Block, blocks_of, fill, parameter
 from planner.runtime.recompute import Recomputed, again
 from planner.runtime.tensor import Embedding, Linear, TensorParallel
 from profiles.errors import InputError
-from profiles.model import Attention, Layer, Mlp, ModelSpec
+from profiles.model import Attention, Layer, Mlp, Moe, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Build:
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    balance: Balance
 
     def norm(self, width: int | None = None) -> Norm:
         block = self.tp.replicated(width or self.model.hidden, init="ones")
@@ -144,10 +146,24 @@ class DecoderLayer(nn.Module):
             )
             self.input_layernorm = build.norm()
         self.mlp: nn.Module | None = None
-        if isinstance(spec.ffn, Mlp):
-            self.mlp = MlpBlock(spec.ffn, build.model.hidden, build.model.num_layers, *common)
-            if not (spec.parallel and spec.norms == 1):
-                self.post_attention_layernorm = build.norm()
+        self.ffn_part = "moe" if isinstance(spec.ffn, Moe) else "mlp"
+        model = build.model
+        if isinstance(spec.ffn, Moe):
+            self.mlp = MoeBlock(
+                spec.ffn,
+                model.hidden,
+                model.num_layers,
+                index,
+                build.mesh,
+                build.tp,
+                build.layout.capacity,
+                build.balance,
+                *common[1:],
+            )
+        elif isinstance(spec.ffn, Mlp):
+            self.mlp = MlpBlock(spec.ffn, model.hidden, model.num_layers, *common)
+        if self.mlp is not None and not (spec.parallel and spec.norms == 1):
+            self.post_attention_layernorm = build.norm()
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         return again(self._forward, x, tokens) if self.recompute.full and torch.is_grad_enabled() else self._forward(x, tokens)
@@ -165,9 +181,9 @@ class DecoderLayer(nn.Module):
                 x = x + self.self_attn(norm("input_layernorm", x), tokens)
         if self.mlp is not None:
             if self.spec.post_norm:
-                x = x + norm("post_attention_layernorm", self.recompute("mlp", self.mlp, x))
+                x = x + norm("post_attention_layernorm", self.recompute(self.ffn_part, self.mlp, x))
             else:
-                x = x + self.recompute("mlp", self.mlp, norm("post_attention_layernorm", x))
+                x = x + self.recompute(self.ffn_part, self.mlp, norm("post_attention_layernorm", x))
         return x
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -196,7 +212,7 @@ def _check(model: ModelSpec, layout: Layout) -> None:
             raise InputError("tp", layout.tp, f"must divide the {mixer.heads} heads")
         if kind.norms > 2:
             raise InputError("model", model.name, "layers with more than 2 norms are not in the runtime", 2)
-        if ffn is not None and not isinstance(ffn, Mlp):
-            raise InputError("model", ffn.kind, "the runtime runs dense feed-forwards", "mlp")
+        if isinstance(ffn, Moe) and layout.dispatcher != "alltoall":
+            raise InputError("dispatcher", layout.dispatcher, "the runtime exchanges tokens with all-to-all", "alltoall")
     if model.embedding_width:
         raise InputError("model", model.name, "an embedding of another width than the model is not in the runtime")

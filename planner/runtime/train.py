@@ -28,6 +28,7 @@ from planner.runtime.data_parallel import Shards, make_buckets
 from planner.runtime.loss import IGNORED
 from planner.runtime.mesh import Mesh
 from planner.runtime.metrics import Memory
+from planner.runtime.moe import Balance
 from planner.runtime.model import Build, Decoder, parts
 from planner.runtime.optimizer import Schedule, ShardedAdamW
 from planner.runtime.pipeline import Chunk, MicroBatch, Pipeline
@@ -57,6 +58,11 @@ class TrainSettings(BaseModel):
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 = not clipped."""
+    balance: Literal["sequence", "switch", "none"] = "sequence"
+    """Form of the routers' auxiliary loss (``moe``)."""
+    balance_coefficient: float = Field(1e-3, ge=0)
+    bias_rate: float = Field(1e-3, ge=0)
+    """How far a selection bias moves in a step (DeepSeek-V3)."""
     seed: int = 0
     data: tuple[Path, ...] = ()
     """Folders of ``axisplan data prepare``, or text files (read as bytes)."""
@@ -98,7 +104,8 @@ class Trainer:
             raise InputError("seq_len", settings.seq_len, f"seq_len/cp = {tokens} must be a multiple of tp = {tp.size} under sp")
         self.sharded = fully_sharded.applies(self.mesh)
         where, stored = (torch.device("meta"), self.wide) if self.sharded else (device, self.dtype)
-        build = Build(model, layout, self.mesh, tp, stored, where)
+        self.balance = Balance(settings.balance, settings.balance_coefficient, 1.0 / settings.global_batch)
+        build = Build(model, layout, self.mesh, tp, stored, where, self.balance)
         self.decoders = {c: Decoder(build, part) for c, part in parts(layout, model, self.mesh.pp.rank).items()}
         self._tie()
         self.shards = self._shard()
@@ -107,7 +114,9 @@ class Trainer:
         last = layout.chunks - 1
         chunks = [Chunk(c, d, c == 0, c == last) for c, d in self.decoders.items()]
         shape = (tokens // tp.size if tp.sequence else tokens, layout.micro_batch, model.hidden)
-        self.pipeline = Pipeline(chunks, self.mesh.pp, layout.schedule, layout.vpp, shape, self.dtype, device, self._after_backward)
+        self.pipeline = Pipeline(
+            chunks, self.mesh.pp, layout.schedule, layout.vpp, shape, self.dtype, device, self._after_backward, self._before
+        )
 
     def _tie(self) -> None:
         """First and last chunk on one rank share the embedding of a tied model."""
@@ -131,6 +140,9 @@ class Trainer:
             fully_sharded.initialise(decoder, self.settings.seed)
         return fully_sharded.make_groups(self.decoders.values(), self.mesh)
 
+    def _before(self, chunk: Chunk, kind: str, microbatch: int) -> None:
+        self.balance.recording = kind == "F"
+
     def _after_backward(self, chunk: Chunk) -> None:
         for shards in self.shards:
             shards.collect()
@@ -153,6 +165,7 @@ class Trainer:
         batches = self.cut(batch)
         valid = torch.tensor(float(sum(int((b.labels != IGNORED).sum()) for b in batches)), dtype=torch.float64, device=self.device)
         count = float(all_reduce(valid, self.mesh.dp_cp).clamp_min(1.0))
+        self.balance.begin()
         for shards in self.shards:
             shards.clear()
         split = self.sharded and self.layout.schedule in SPLIT_BACKWARD

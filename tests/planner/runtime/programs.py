@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cost_models.layout import Layout
 from planner.runtime.data import Batch, indices_of
 from planner.runtime.train import Trainer, TrainSettings
-from profiles.model import Attention, Layer, Mlp, ModelSpec, uniform
+from profiles.model import Attention, Layer, Mlp, Moe, ModelSpec, uniform
 
 CPU = torch.device("cpu")
 
@@ -32,6 +32,17 @@ def model_of(name: str, layers: int = 4, **changes: Any) -> ModelSpec:
             ffn=Mlp(width=128, gated=False, bias=True, activation="gelu_new"),
         )
         fields |= {"tied": True, "norm": "layer", "norm_bias": True, "learned_positions": 64}
+    elif name == "moe":
+        layer = Layer(mixer=attention, ffn=Moe(experts=8, top_k=2, width=24))
+    elif name == "moe-v3":
+        dense, routed = layer, Moe(
+            experts=8, top_k=3, width=16, router="sigmoid", selection_bias=True, scaling=2.5, groups=4, top_groups=2, shared_width=32
+        )  # fmt: skip
+        return ModelSpec.model_validate(
+            {"name": name, **fields, "kinds": (dense, Layer(mixer=attention, ffn=routed)), "pattern": (0, *(1,) * (layers - 1)), **changes}
+        )
+    elif name == "moe-qwen2":
+        layer = Layer(mixer=attention, ffn=Moe(experts=4, top_k=2, width=24, normalise_top_k=False, shared_width=16, shared_gate=True))
     elif name == "window":
         layer = Layer(mixer=Attention(heads=8, kv_heads=4, head_dim=8, window=5), ffn=Mlp(width=64))
     else:

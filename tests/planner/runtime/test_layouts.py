@@ -30,9 +30,17 @@ CONTEXT = [
     (4, "cp=2,pp=2", "gpt"), (4, "cp=2,pp=2,cp_kind=ulysses,recompute=selective,schedule=zb-h1", "llama"),
     (4, "cp=2,dp=2,zero=3", "llama"), (4, "cp=2,dp=2,zero=0", "window"), (4, "cp=4,zero=2", "window"),
 ]  # fmt: skip
+EXPERTS = [
+    (2, "ep=2,dp=2", "moe"), (2, "tp=2,ep=2", "moe-v3"), (2, "tp=2,etp=2", "moe-qwen2"), (2, "tp=2,etp=2,sp=false", "moe-v3"),
+    (2, "dp=2,ep=1,zero=1", "moe-qwen2"), (2, "cp=2,ep=2", "moe-v3"), (2, "pp=2,schedule=zb-h1", "moe-v3"),
+    (4, "ep=4,dp=4,micro_batch=2", "moe-qwen2"), (4, "tp=2,dp=2,ep=4", "moe-v3"), (4, "tp=2,dp=2,ep=2,etp=2", "moe"),
+    (4, "pp=2,dp=2,ep=2,zero=3", "moe-v3"), (4, "tp=2,dp=2,ep=2,zero=2", "moe"), (4, "dp=4,ep=2,zero=3", "moe-v3"),
+    (4, "dp_replicate=2,dp_shard=2,ep=2,zero=1", "moe"), (4, "cp=2,dp=2,ep=2,etp=2,recompute=full", "moe-qwen2"),
+    (4, "cp=2,tp=2,ep=4,sp=false,recompute=selective(moe)", "moe-v3"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "layout", "model"), DENSE + CONTEXT)
+@pytest.mark.parametrize(("world", "layout", "model"), DENSE + CONTEXT + EXPERTS)
 def test_loss_and_every_gradient_equal_one_process(
     gradients: Callable[..., dict[str, Any]], world: int, layout: str, model: str
 ) -> None:

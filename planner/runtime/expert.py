@@ -1,0 +1,176 @@
+"""Expert parallelism: tokens to the ranks that hold their experts, and results back to their own order.
+
+Each rank routes its own tokens. Their copies are sorted by expert, exchanged over ep with uneven all-to-alls, and, where experts
+are cut over etp, gathered over etp; the experts' partial results go the same way back. Sizes are read on the host once a layer:
+a rank without a token takes part in every collective with an empty buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from planner.runtime.collectives import all_gather, all_to_all, reduce_scatter
+from planner.runtime.mesh import Axis, Mesh
+from planner.runtime.mlp import act, activation
+from planner.runtime.parameter import Block, parameter, part
+from profiles.errors import InputError
+from profiles.model import Moe
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows ``sent[i]`` to rank i of the axis, ``received[i]`` from it; backward the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+        ctx.way = (axis, sent, received)
+        return all_to_all(x, axis, received, sent)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        axis, sent, received = ctx.way
+        return all_to_all(grads[0], axis, sent, received), None, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """Every rank's rows to all (``counts`` rows each); backward sums the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+        ctx.way = (axis, counts)
+        return _gather_rows(x, axis, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter_rows(grads[0], *ctx.way), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    """Sum of the ranks' partial rows, each rank's own back to it; backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+        ctx.way = (axis, counts)
+        return _scatter_rows(x, axis, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_rows(grads[0].contiguous(), *ctx.way), None, None
+
+
+def _gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+    if len(set(counts)) == 1:
+        return all_gather(x, axis)
+    return all_to_all(x.repeat(axis.size, 1), axis, counts, [len(x)] * axis.size)
+
+
+def _scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
+    if len(set(counts)) == 1:
+        return reduce_scatter(x, axis)
+    own = counts[axis.rank]
+    return all_to_all(x, axis, [own] * axis.size, counts).view(axis.size, own, -1).sum(0)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one layer's rows travel. ``order``: rows sorted by expert; sizes of each exchange, by rank."""
+
+    order: Tensor
+    sent: list[int]
+    received: list[int]
+    gathered: list[int]
+    """Rows that each etp rank received."""
+    arrange: Tensor | None
+    """Arrived rows -> rows sorted by local expert (None where they are)."""
+    per_expert: list[int]
+    """Rows of each local expert, of all etp ranks."""
+
+
+class Dispatcher:
+    """Moves rows between the ranks of a layer's experts."""
+
+    def __init__(self, mesh: Mesh, experts: int) -> None:
+        self.ep, self.etp, self.experts = mesh.axis("ep"), mesh.axis("etp"), experts
+        if experts % self.ep.size:
+            raise InputError("ep", self.ep.size, f"must divide the {experts} experts")
+        self.local = experts // self.ep.size
+
+    def plan(self, expert: Tensor) -> Route:
+        """The route of rows whose experts are ``expert`` ([rows]; ``experts`` = dropped, which sort last and stay)."""
+        order = expert.argsort(stable=True)
+        counts = torch.bincount(expert, minlength=self.experts)[: self.experts]
+        arriving = all_to_all(counts, self.ep).view(self.ep.size, self.local)
+        everyone = all_gather(arriving.unsqueeze(0).contiguous(), self.etp)  # [etp, ep, local]
+        sizes = torch.cat((counts.view(self.ep.size, self.local).sum(1), everyone.flatten())).tolist()
+        sent, blocks = sizes[: self.ep.size], torch.tensor(sizes[self.ep.size :]).view(self.etp.size, self.ep.size, self.local)
+        received = blocks[self.etp.rank].sum(1).tolist()
+        per_expert = blocks.sum((0, 1)).tolist()
+        arrange = None
+        if blocks[..., 0].numel() > 1:
+            owner = torch.arange(self.local).repeat(self.etp.size * self.ep.size).repeat_interleave(blocks.flatten())
+            arrange = owner.argsort(stable=True).to(expert.device)
+        kept = order[: sum(sent)]
+        return Route(kept, sent, received, blocks.sum((1, 2)).tolist(), arrange, per_expert)
+
+    def dispatch(self, rows: Tensor, route: Route) -> Tensor:
+        """Rows in ``route.order`` -> the rows of this rank's experts, sorted by expert."""
+        if self.ep.size > 1:
+            rows = _Exchange.apply(rows, self.ep, route.sent, route.received)
+        if self.etp.size > 1:
+            rows = _GatherRows.apply(rows, self.etp, route.gathered)
+        return rows if route.arrange is None else rows.index_select(0, route.arrange)
+
+    def combine(self, rows: Tensor, route: Route) -> Tensor:
+        """The way back: results in ``route.order``."""
+        if route.arrange is not None:
+            rows = torch.empty_like(rows).index_copy(0, route.arrange, rows)
+        if self.etp.size > 1:
+            rows = _ScatterRows.apply(rows, self.etp, route.gathered)
+        if self.ep.size > 1:
+            rows = _Exchange.apply(rows, self.ep, route.received, route.sent)
+        return rows
+
+
+class Experts(nn.Module):
+    """This rank's experts: rows sorted by expert in, results out (partial sums under etp)."""
+
+    def __init__(
+        self, spec: Moe, hidden: int, layers: int, mesh: Mesh, recompute: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.kind, self.gated, self.recompute = activation(spec.activation), spec.gated, recompute
+        ep, etp = mesh.axis("ep"), mesh.axis("etp")
+        if spec.bias:
+            raise InputError("model", "expert biases", "are not in the runtime")
+
+        def made(outputs: int, inputs: int, dim: int, std: float) -> nn.Parameter:
+            shape = (spec.experts, outputs, inputs)
+            first, count = part(spec.experts, ep.size, ep.rank)
+            low, width = part(shape[dim], etp.size, etp.rank)
+            offsets, sizes = [first, 0, 0], [count, outputs, inputs]
+            offsets[dim], sizes[dim] = low, width
+            return parameter(Block(shape, tuple(offsets), tuple(sizes), expert=True, std=std), dtype, device)
+
+        if spec.gated:
+            self.gate_proj = made(spec.width, hidden, 1, 0.02)
+        self.up_proj = made(spec.width, hidden, 1, 0.02)
+        self.down_proj = made(hidden, spec.width, 2, 0.02 / (2 * layers) ** 0.5)
+
+    def forward(self, x: Tensor, per_expert: list[int]) -> Tensor:
+        up = grouped_linear(x, self.up_proj, per_expert)
+        first, second = (grouped_linear(x, self.gate_proj, per_expert), up) if self.gated else (up, None)
+        return grouped_linear(self.recompute("moe_act", act, first, second, self.kind), self.down_proj, per_expert)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, rows: list[int]) -> Tensor:
+    """x_e W_e^T for consecutive runs of ``rows[e]`` rows: one grouped product where the dtype has one, else an expert at a time."""
+    if x.dtype == torch.bfloat16 and len(x) and all(n % 8 == 0 for n in weight.shape[1:]):
+        ends = torch.tensor(rows, device=x.device).cumsum(0).to(torch.int32)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    if len(rows) == 1:
+        return F.linear(x, weight[0])
+    return torch.cat([F.linear(part, w) for part, w in zip(x.split(rows), weight.unbind(0), strict=True)])
