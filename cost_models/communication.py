@@ -40,14 +40,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """How tokens travel to experts: ``efficiency`` and ``seconds`` of an uneven all-to-all inside a domain, and ``outside``, the
-    share of the bytes between domains that is left where a dispatcher sends one copy of a token to each node (DeepEP, HybridEP);
-    ``outside_time``: the same share in time."""
+    """How tokens travel to experts: ``efficiency`` and ``seconds`` of an uneven all-to-all inside a domain; ``outside``, the share of
+    the bytes between domains that is left where one copy of a token goes to each node (DeepEP, HybridEP: ``forwarded`` from there to
+    its experts' ranks, so that every copy travels inside a node as well), and the ``outside_efficiency`` of that."""
 
     efficiency: float = 1.0
     seconds: float = 0.0
     outside: float = 1.0
-    outside_time: float = 1.0
+    outside_efficiency: float = 1.0
+    forwarded: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,12 @@ class Network:
         inside = min(group.ranks, max(1, int(self.cluster.levels[0].size // max(group.stride, 1.0))))
         seconds = 0.0
         if inside > 1:
-            part = bytes * inside / group.ranks / exchange.efficiency
+            part = (bytes if exchange.forwarded else bytes * inside / group.ranks) / exchange.efficiency
             seconds = _seconds(self.cluster, "all_to_all", part, inside, group.stride)
         if inside < group.ranks:
-            whole = _seconds(self.cluster, "all_to_all", bytes * exchange.outside_time, group.ranks, group.stride)
+            whole = _seconds(
+                self.cluster, "all_to_all", bytes * exchange.outside / exchange.outside_efficiency, group.ranks, group.stride
+            )
             seconds = max(seconds, whole)
         return seconds + exchange.seconds
 
@@ -169,11 +172,11 @@ def exposed(
     """Seconds that the collectives of one pass add to its compute, by axis. ``beside``: the pass's own compute.
 
     Userbuffers and async-TP leave a share; Megatron hides, in backward, the gather of the input beside the input gradient's product
-    and the reduction of the input gradient beside the weight gradient's; rings pass K and V beside the block at hand; all-to-all is
-    hidden only where a second microbatch runs beside it.
+    and the reduction of the input gradient beside the weight gradient's; rings pass K and V beside the block at hand. All-to-all of
+    tokens is exposed here: what a second microbatch hides of it needs both passes (``passes.unit_seconds``).
     """
     seconds: defaultdict[str, float] = defaultdict(float)
-    tp_behind = ring = experts = 0.0
+    tp_behind = ring = 0.0
     overlap = execution.tp_overlap
     for op in operations:
         if not isinstance(op, Collective):
@@ -185,8 +188,6 @@ def exposed(
             tp_behind += time
         elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap:
             ring += time
-        elif op.axis in ("ep", "etp_ep") and execution.ep_overlap and not paired(network.layout):
-            experts += time
         else:
             seconds[FAMILY.get(op.axis, op.axis)] += time
     if tp_behind:
@@ -194,8 +195,6 @@ def exposed(
     if ring:
         ranks = network.layout.ring
         seconds["cp"] += hidden(ring, beside.attention * (ranks - 1) / ranks)
-    if experts:
-        seconds["ep"] += hidden(experts, beside.seconds)
     return dict(seconds)
 
 

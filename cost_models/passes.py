@@ -157,11 +157,17 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     recompute = _pass(
         job, network, again, "forward", floor=floor and rule.mode == "full", extra=sync if rule.mode == "full" else 0.0
     )
+    if job.execution.ep_overlap and not paired(key):
+        forward, recompute, backward_input, backward_weight = _beside_each_other(
+            forward, recompute, backward_input, backward_weight
+        )
     gather, scatter = sharded_collectives(job, network, unit)
     if key.zero in (2, 3):
         forward, backward_input = _with_sharding(
             job, network, unit, forward, recompute, backward_input, backward_weight, gather, scatter
         )
+    if job.execution.ep_overlap and not paired(key):
+        forward, recompute, backward_input = _beside_another(forward, recompute, backward_input, backward_weight)
     sent = bytes_by_link(network, cost.operations() + again)
     _add_sharded_bytes(job, network, unit, sent)
     flops = float(sum(op.flops for op in again))
@@ -205,17 +211,33 @@ def exchange_of(job: Job, layout: Layout, unit: int) -> Exchange | None:
     if not isinstance(moe, Moe) or layout.ep == 1:
         return None
     execution = job.execution
-    outside = 1.0
-    ranks, nodes = layout.ep, -(-layout.ep * layout.etp // job.cluster.gpus_per_node)
     if layout.dispatcher not in ("deepep", "hybridep"):
         return Exchange(execution.exchange_efficiency, execution.exchange_seconds)
-    if nodes > 1:
-        reached = float(expected_distinct(moe.experts, moe.top_k, nodes))
-        if moe.groups > 1:
-            reached = min(reached, float(moe.top_groups) * max(1.0, nodes / moe.groups))
-        outside = min(1.0, reached / float(expected_distinct(moe.experts, moe.top_k, ranks)))
-    slow = 1.0 / execution.deduplicated_network_efficiency
-    return Exchange(execution.exchange_efficiency, execution.deduplicated_exchange_seconds, outside, outside * slow)
+    tokens = layout.micro_batch * job.seq_len / layout.cp / (layout.tp if layout.sp else 1)
+    overhead = execution.exchange_seconds + execution.deduplicated_token_seconds * tokens
+    nodes = -(-layout.ep * layout.etp // job.cluster.gpus_per_node)
+    if nodes == 1:
+        racks = job.cluster.levels[0].size > job.cluster.gpus_per_host
+        return Exchange(1.0 if racks else execution.deduplicated_efficiency, overhead)
+    outside = min(1.0, nodes_reached(moe, nodes) / float(expected_distinct(moe.experts, moe.top_k, layout.ep)))
+    return Exchange(
+        execution.deduplicated_efficiency,
+        overhead,
+        outside,
+        execution.deduplicated_network_efficiency,
+        True,
+    )
+
+
+def nodes_reached(moe: Moe, nodes: int) -> float:
+    """Expected number of the ``nodes`` of an expert-parallel group that a token's experts lie on, its own included; group-limited
+    routing (DeepSeek-V3, arXiv:2412.19437 section 2.1.2) chooses from ``top_groups`` of ``groups`` groups."""
+    if moe.groups == 1:
+        return float(expected_distinct(moe.experts, moe.top_k, nodes))
+    if nodes <= moe.groups:
+        return float(expected_distinct(moe.groups, moe.top_groups, nodes))
+    chosen = max(1, moe.top_k // moe.top_groups)
+    return moe.top_groups * float(expected_distinct(moe.experts // moe.groups, chosen, nodes / moe.groups))
 
 
 def _pass(
@@ -302,12 +324,40 @@ def gathers_once(job: Job, layout: Layout) -> bool:
     return layout.pp > 1 and not job.execution.reshard_with_pipeline
 
 
+def _beside_another(
+    forward: PassSeconds, recompute: PassSeconds, backward_input: PassSeconds, backward_weight: PassSeconds
+) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
+    """The passes where one microbatch's forward runs beside another's backward (Megatron's 1F1B all-to-all overlap): the all-to-all of
+    both together hides beside the compute of both together."""
+    passes = (forward, recompute, backward_input)
+    total = sum(one.exposed.get("ep", 0.0) for one in passes)
+    if not total:
+        return passes
+    work = sum(float(one.compute.seconds) for one in (*passes, backward_weight))
+    left = hidden(total, work) / total
+    kept = [PassSeconds(one.compute, {**one.exposed, "ep": one.exposed.get("ep", 0.0) * left}, one.host) for one in passes]
+    return kept[0], kept[1], kept[2]
+
+
 def _add(one: PassSeconds, axis: str, seconds: float) -> PassSeconds:
     if not seconds:
         return one
     exposures = dict(one.exposed)
     exposures[axis] = exposures.get(axis, 0.0) + seconds
     return PassSeconds(one.compute, exposures, one.host)
+
+
+def _beside_each_other(*passes: PassSeconds) -> tuple[PassSeconds, PassSeconds, PassSeconds, PassSeconds]:
+    """The passes where one microbatch's forward runs beside another's backward (Megatron's all-to-all overlap): all their exchanges
+    together hide behind all their compute together. What is left is shared by length."""
+    total = sum(one.exposed.get("ep", 0.0) for one in passes)
+    if total:
+        share = hidden(total, sum(float(one.compute.seconds) for one in passes)) / total
+        passes = tuple(
+            PassSeconds(one.compute, {axis: t * (share if axis == "ep" else 1.0) for axis, t in one.exposed.items()}, one.host)
+            for one in passes
+        )
+    return passes[0], passes[1], passes[2], passes[3]
 
 
 def _paired_saving(

@@ -69,13 +69,16 @@ class TimeFacts:
     """A rank starts the next step without waiting for the others' gradient norms (the zero-bubble paper's optimizer)."""
     exchange_seconds: float = 60.0e-6
     """Added to each all-to-all of tokens: split sizes, uneven parts."""
-    deduplicated_exchange_seconds: float = 200.0e-6
-    """The same for DeepEP and HybridEP: layout of ranks and nodes, notification, conversion of the routing map."""
-    deduplicated_network_efficiency: float = 0.6
-    """Rate between nodes of DeepEP and HybridEP, whose copies are forwarded inside each node, over an all-to-all's: 0.45-0.67 of the
-    NICs at 2-8 nodes and 20-24 SMs (hardware/data/deepep_alltoall.csv)."""
     exchange_efficiency: float = 0.75
     """Rate of an all-to-all of uneven parts over the equal-parts rate, inside a domain."""
+    deduplicated_token_seconds: float = 20.0e-9
+    """Added to each exchange for each of the rank's tokens by DeepEP and HybridEP: layout of ranks and nodes, notification, conversion
+    of the routing map (preparing alone takes 6 ns on one GB200 rack: hardware/data/gb200_nvl72_moe_alltoall.csv; cases.md C10)."""
+    deduplicated_efficiency: float = 0.75
+    """Rate inside a domain of DeepEP and HybridEP over the equal-parts all-to-all: all copies pass there, remote ones forwarded (1.0
+    within one NVL72 rack: hardware/data/gb200_nvl72_moe_alltoall.csv)."""
+    deduplicated_network_efficiency: float = 0.9
+    """The same between nodes: 0.93 of the NICs at 4 nodes, 0.84 at 8 (hardware/data/deepep_alltoall.csv)."""
     ep_overlap: bool = False
     """All-to-all of one microbatch runs beside another's work, whatever the schedule."""
     cp_overlap: bool = True

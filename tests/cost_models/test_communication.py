@@ -78,7 +78,7 @@ def test_ring_bytes_split_over_the_levels_they_cross() -> None:
 def test_one_copy_a_node_takes_bytes_and_time_off_the_network_only() -> None:
     layout = Layout(dp_shard=32, ep=32)
     plain = Network(H100, layout, Exchange())
-    once = Network(H100, layout, Exchange(outside=0.5, outside_time=0.5))
+    once = Network(H100, layout, Exchange(outside=0.5))
     assert once.seconds("all_to_all", "ep", 1e9) < plain.seconds("all_to_all", "ep", 1e9)
     a, b = plain.sent("all_to_all", "ep", 1e9), once.sent("all_to_all", "ep", 1e9)
     assert b[H100.levels[0].name] == a[H100.levels[0].name]
