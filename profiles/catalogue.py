@@ -58,7 +58,8 @@ def _build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
     try:
         return TypeAdapter(kind).validate_python(dict(data))
     except ValidationError as error:
-        first = error.errors()[0]
+        known = [found for found in error.errors() if found["type"] == "unexpected_keyword_argument"]
+        first = (known or error.errors())[0]
         place = ".".join(str(part) for part in first["loc"]) or kind.__name__
         nearest = None
         if first["type"] == "unexpected_keyword_argument":

@@ -205,14 +205,13 @@ class ClusterSpec:
                 inverse = inverse * sharing * level.slowing / link.spreading(below)
                 if tree:
                     alpha, inverse = alpha + link.tree_hops(domains), inverse * link.tree_slowing(domains)
-                    inverse = inverse * np.where(
-                        (np.asarray(domains) <= 2) & (ranks > 2), np.maximum(ranks / 2 / (ranks - 1), 0.5), 1.0
-                    )
+                    halved = np.maximum(ranks / 2 / np.maximum(ranks - 1, 1), 0.5)
+                    inverse = inverse * np.where((np.asarray(domains) <= 2) & (np.asarray(ranks) > 2), halved, 1.0)
                 else:
                     alpha = alpha + link.hops(kind, domains)
             else:
                 steps = domains if tree else (ranks - ranks / here) / below + 1
-                _, inverse, c = link.curve(kind, domains)
+                _, inverse, c = link.curve(kind, here)
                 alpha = link.curve(kind, steps)[0]
                 inverse = inverse * level.slowing * (sharing if link.shared else 1)
             latency = latency + used * alpha
@@ -242,7 +241,7 @@ class ClusterSpec:
             link = level.link
             used = np.asarray(here) > below
             part = (here - below) / ranks
-            alpha, inverse, c = link.curve("all_to_all", here / below)
+            alpha, inverse, c = link.curve("all_to_all", here / below if link.network else here)
             share = sharing if link.network or link.shared else 1
             latency = latency + used * (alpha + (link.hops("all_to_all", here - below + 1) if link.network else 0.0))
             terms.append((used * part * inverse * level.slowing * share, used * c * np.sqrt(part)))

@@ -1,0 +1,262 @@
+"""Fits: constants recovered from synthetic samples, held-out errors on small samples of the published tables."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profiles.errors import InputError
+from profiles.fit import (
+    AttentionSample,
+    CollectiveSample,
+    ExpertSample,
+    MatmulSample,
+    PointwiseSample,
+    fit_attention,
+    fit_collective,
+    fit_experts,
+    fit_matmul,
+    fit_pointwise,
+)
+from profiles.hardware import MatmulCurve, load_gpu
+from profiles.operations import wire_bytes
+
+SAMPLES = Path(__file__).parent.parent / "data" / "hardware"
+ROOT = Path(__file__).parent.parent.parent
+
+
+def noise(count: int, level: float = 0.01) -> np.ndarray:
+    return 1 + level * np.random.default_rng(1).standard_normal(count)
+
+
+def grid(low: int = 512) -> np.ndarray:
+    sizes = [low * 2**i for i in range(6)]
+    return np.array([(m, n, k) for m in sizes for n in sizes for k in sizes if 2.0 * m * n * k < 5e14], dtype=float)
+
+
+def test_matmul_constants_are_recovered() -> None:
+    true = MatmulCurve(
+        efficiency=0.8,
+        t0_seconds=4e-6,
+        m0=90,
+        n0=60,
+        k0=150,
+        f0_flops=1e12,
+        g=0.06,
+        memory_bytes_per_second=3e12,
+        origin="estimate",
+        source="made up",
+    )
+    m, n, k = grid().T
+    seconds = true.seconds(1e15, m, n, k) * noise(len(m))
+    fit = fit_matmul([MatmulSample(*row) for row in zip(m, n, k, seconds, strict=True)], peak=1e15, memory_bytes_per_second=3e12)
+    assert fit.heldout_mean < 0.012
+    big = (8192.0, 8192.0, 8192.0)
+    assert fit.curve.seconds(1e15, *big) == pytest.approx(true.seconds(1e15, *big), rel=0.01)
+    assert fit.curve.g == pytest.approx(0.06, abs=0.015)
+    assert fit.curve.m0 == pytest.approx(90, rel=0.15)
+    assert fit.curve.k0 == pytest.approx(150, rel=0.1)
+    assert fit.curve.t0_seconds == pytest.approx(4e-6, rel=0.1)
+
+
+def test_without_derate_the_fit_has_none_and_extrapolates_to_shapes_never_seen() -> None:
+    true = MatmulCurve(
+        efficiency=0.7, t0_seconds=8e-6, m0=16, n0=32, k0=32, memory_bytes_per_second=8e9, origin="estimate", source="made up"
+    )
+    m, n, k = grid(64).T
+    fit = fit_matmul(
+        [MatmulSample(*row) for row in zip(m, n, k, true.seconds(1e11, m, n, k, item=4, out=4), strict=True)],
+        peak=1e11, memory_bytes_per_second=8e9, item_bytes=4, out_bytes=4, derate=False, origin="measured", source="here",
+    )  # fmt: skip
+    assert fit.curve.g == 0
+    assert fit.curve.origin == "measured"
+    assert fit.curve.seconds(1e11, 4096, 4096, 4096, item=4, out=4) == pytest.approx(
+        true.seconds(1e11, 4096, 4096, 4096, item=4, out=4), rel=0.01
+    )
+
+
+def test_outliers_do_not_bend_the_fit() -> None:
+    true = load_gpu("h100").curves["bf16"]
+    m, n, k = grid().T
+    seconds = true.seconds(989.5e12, m, n, k)
+    seconds[::20] *= 3
+    fit = fit_matmul(
+        [MatmulSample(*row) for row in zip(m, n, k, seconds, strict=True)],
+        peak=989.5e12,
+        memory_bytes_per_second=true.memory_bytes_per_second,
+    )
+    assert fit.heldout_median < 0.01
+
+
+def test_attention_constants_are_recovered() -> None:
+    rng = np.random.default_rng(0)
+    samples = []
+    for length in (512, 1024, 2048, 4096, 8192, 16384):
+        for lanes in (8, 16, 32, 64, 128):
+            tiles = lanes * np.ceil(length / 128)
+            for dim, speed in ((64, 0.8), (128, 1.0)):
+                flops = 4 * length * (length + 1) / 2 * lanes * dim
+                t = 1e-5 + flops / (0.6 * 1e15 * speed) * (1 + 600 / length) * (1 + 1.2 * 132 / tiles) * (
+                    1 + 0.01 * rng.standard_normal()
+                )
+                samples.append(AttentionSample(1, length, lanes, dim, t))
+    fit = fit_attention(samples, peak=1e15, sms=132)
+    assert fit.heldout_mean < 0.02
+    assert fit.curve.efficiency == pytest.approx(0.6, rel=0.03)
+    assert fit.curve.s0 == pytest.approx(600, rel=0.1)
+    assert fit.curve.w0 == pytest.approx(1.2, rel=0.1)
+    assert fit.curve.head_dim_speed[64] == pytest.approx(0.8, rel=0.03)
+
+
+def test_collective_rows_are_recovered_one_a_kind_and_group_size() -> None:
+    samples = [
+        CollectiveSample(
+            kind,
+            ranks,
+            2.0**p,
+            float(2e-5 * ranks + wire_bytes(kind, 2.0**p, ranks) / 3e11 + 6e-9 * np.sqrt(wire_bytes(kind, 2.0**p, ranks))),
+        )
+        for kind in ("all_reduce", "all_gather")
+        for ranks in (2, 8)
+        for p in range(9, 30)
+    ]
+    fits = fit_collective(samples, origin="measured", source="here")
+    assert set(fits) == {"all_reduce", "all_gather"}
+    for rows in fits.values():
+        for fit, ranks in zip(rows, (2, 8), strict=True):
+            assert fit.curve.ranks == ranks
+            assert fit.curve.alpha_seconds == pytest.approx(2e-5 * ranks, rel=1e-3)
+            assert fit.curve.bytes_per_second == pytest.approx(3e11, rel=1e-3)
+            assert fit.curve.sqrt_seconds == pytest.approx(6e-9, rel=1e-2)
+            assert fit.heldout_mean < 1e-3
+
+
+def test_a_collective_that_only_waits_still_fits() -> None:
+    samples = [CollectiveSample("all_reduce", 2, 2.0**p, 3e-4) for p in range(4, 12)]
+    (fit,) = fit_collective(samples)["all_reduce"]
+    assert fit.curve.alpha_seconds == pytest.approx(3e-4, rel=1e-3)
+
+
+def test_pointwise_gives_launch_and_rate() -> None:
+    fit = fit_pointwise([PointwiseSample(2.0**p, 3e-6 + 2.0**p / 2e12) for p in range(10, 32)])
+    assert fit.curve.launch_seconds == pytest.approx(3e-6, rel=1e-3)
+    assert fit.curve.bytes_per_second == pytest.approx(2e12, rel=1e-3)
+    assert fit.heldout_mean < 1e-3
+
+
+def test_expert_constants_are_recovered_beside_the_traffic_of_routing() -> None:
+    plain = load_gpu("b200").curves["bf16"]
+    samples = []
+    for hidden, inner in ((2048, 768), (4096, 1536), (7168, 2048), (5120, 8192)):
+        for groups in (4, 16, 64):
+            for rows in (64, 200, 512, 1000, 4096):
+                tokens = float(rows * groups)
+                padded = rows * (128 * np.ceil(rows / 128) / rows) ** 0.5
+                t = 2e-5 + 8 * tokens * hidden / plain.memory_bytes_per_second
+                for n, k in ((2 * inner, hidden), (hidden, inner)):
+                    curve = MatmulCurve(**{**vars(plain), "efficiency": 0.9 * plain.efficiency, "m0": 150.0})
+                    t += curve.busy(2.25e15, padded, n, k, groups, 2 * (tokens * k + groups * n * k) + 2 * tokens * n, 0.0)
+                samples.append(ExpertSample(tokens, hidden, inner, groups, float(t), 0, f"{hidden}/{inner}"))
+    fit = fit_experts(samples, plain=plain, peak=2.25e15, item_bytes=2, weight_gradient=1.2)
+    assert fit.heldout_mean < 0.03
+    assert fit.curve.efficiency == pytest.approx(0.9, rel=0.05)
+    assert fit.curve.tokens0 == pytest.approx(150, rel=0.15)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_cannot_be_are_refused(seconds: float) -> None:
+    samples = [MatmulSample(512, 512, 512 * (i + 1), 1e-5) for i in range(10)] + [MatmulSample(512, 512, 512, seconds)]
+    with pytest.raises(InputError, match="positive"):
+        fit_matmul(samples, peak=1e15, memory_bytes_per_second=1e12)
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(InputError, match="at least 8"):
+        fit_matmul([MatmulSample(512, 512, 512, 1e-5)], peak=1e15, memory_bytes_per_second=1e12)
+    with pytest.raises(InputError, match="at least"):
+        fit_collective([CollectiveSample("all_reduce", 2, 8, 1e-5)])
+
+
+def script() -> object:
+    spec = importlib.util.spec_from_file_location("fit_hardware", ROOT / "benchmarks" / "fit_hardware.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules["fit_hardware"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# held-out error on the full tables (shared README): 3.9 and 4.7 %; on 60 (n, k) pairs a little more
+@pytest.mark.parametrize(
+    ("name", "stem", "rate", "limit"), [("h100", "h100_sxm", 0.88 * 3350, 0.045), ("b200", "b200_sxm", 0.85 * 7700, 0.055)]
+)
+def test_held_out_error_on_a_sample_of_the_published_products(name: str, stem: str, rate: float, limit: float) -> None:
+    samples = script().matmul_samples(SAMPLES / f"gemm_{stem}_bf16.csv")  # type: ignore[attr-defined]
+    gpu = load_gpu(name)
+    fit = fit_matmul(samples, peak=gpu.peak_flops("bf16"), memory_bytes_per_second=rate * 1e9)
+    assert fit.heldout_mean < limit
+    big = (8192.0, 8192.0, 8192.0)
+    assert fit.curve.seconds(gpu.peak_flops("bf16"), *big) == pytest.approx(
+        gpu.curves["bf16"].seconds(gpu.peak_flops("bf16"), *big), rel=0.03
+    )
+
+
+def test_held_out_error_on_a_sample_of_published_attention() -> None:
+    samples = script().attention_samples(SAMPLES / "attention_prefill_causal_bf16.csv", "H100-SXM")  # type: ignore[attr-defined]
+    fit = fit_attention(samples, peak=989.5e12, sms=132)
+    assert fit.heldout_mean < 0.09
+    assert 0.5 < fit.curve.head_dim_speed[64] < 0.95
+
+
+def test_held_out_error_on_the_published_collectives_of_h100() -> None:
+    samples = script().collective_samples(SAMPLES / "collectives_intranode_nccl.csv", "h100_sxm")  # type: ignore[attr-defined]
+    fits = fit_collective(samples)
+    error = {kind: np.mean([fit.heldout_mean for fit in rows]) for kind, rows in fits.items()}
+    assert error["all_reduce"] < 0.06
+    assert error["all_gather"] < 0.06
+    assert error["reduce_scatter"] < 0.06
+    assert error["all_to_all"] < 0.13
+    shipped = load_gpu("h100")
+    assert shipped.name == "h100-sxm-80gb"
+
+
+def test_held_out_error_on_a_sample_of_published_experts() -> None:
+    samples = script().expert_samples(SAMPLES / "moe_fused_balanced.csv", "B200-SXM", "bf16")  # type: ignore[attr-defined]
+    plain = load_gpu("b200").curves["bf16"]
+    free = fit_experts(samples, plain=plain, peak=2.25e15, item_bytes=2, weight_gradient=1.2, at_most=1.6)
+    bound = fit_experts(samples, plain=plain, peak=2.25e15, item_bytes=2, weight_gradient=1.2)
+    assert free.heldout_mean < 0.12
+    assert bound.heldout_mean < 0.14
+    assert bound.curve.efficiency <= 1
+
+
+def test_shipped_curves_come_from_the_script() -> None:
+    """Curves marked fitted name the script and carry the error of shapes they have not seen."""
+    for name in ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300", "l40s"):
+        curve = load_gpu(name).matmul["bf16"]
+        assert "benchmarks/fit_hardware.py" in curve.source
+        assert curve.heldout_error is not None
+        assert curve.heldout_error < 0.085
+
+
+def test_the_script_refuses_a_missing_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["fit_hardware.py", "--samples", "nowhere"])
+    assert script().main() == 2  # type: ignore[attr-defined]
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_sample_files_are_small_and_have_a_source() -> None:
+    files = list(SAMPLES.glob("*.csv"))
+    assert sum(path.stat().st_size for path in files) < 300_000
+    listed = (SAMPLES / "README.md").read_text()
+    assert all(path.name in listed for path in files)
+    for path in files:
+        with path.open() as handle:
+            assert len(list(csv.DictReader(handle))) > 20
