@@ -69,6 +69,10 @@ class LatentAttention(Spec):
     value_dim: Count
     bias: bool = False
     window: Count | None = None
+    index_heads: int = 0
+    """Heads of the indexer that picks the tokens to see (DeepSeek-V3.2, GLM-5); 0 = none. Its weights are counted, its sparsity
+    is not: attention is costed as dense."""
+    index_dim: int = 0
 
     @property
     def kv_heads(self) -> int:

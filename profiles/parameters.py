@@ -81,8 +81,10 @@ def latent_projections(mixer: LatentAttention, hidden: int) -> list[Projection]:
         queries = [Projection(hidden, query)]
     else:
         queries = [Projection(hidden, mixer.q_rank, mixer.bias), Projection(mixer.q_rank, query)]
+    index = [(mixer.q_rank or hidden, mixer.index_heads * mixer.index_dim), (hidden, mixer.index_dim), (hidden, mixer.index_heads)]
     return [
         *queries,
+        *(Projection(*shape) for shape in index if mixer.index_heads),
         Projection(hidden, mixer.kv_rank + mixer.rope_dim, mixer.bias),
         Projection(mixer.kv_rank, mixer.heads * (mixer.nope_dim + mixer.value_dim)),
         Projection(mixer.heads * mixer.value_dim, hidden, mixer.bias),
@@ -132,7 +134,7 @@ def mixer_extras(mixer: Mixer) -> int:
         norms = {"none": 0, "head": 2 * mixer.head_dim, "full": query + key, "per_head": query + key}[mixer.qk_norm]
         return norms * (1 + mixer.qk_norm_bias) + mixer.heads * mixer.sinks
     if mixer.kind == "latent_attention":
-        return (mixer.q_rank or 0) + mixer.kv_rank
+        return (mixer.q_rank or 0) + mixer.kv_rank + 2 * mixer.index_dim * (mixer.index_heads > 0)
     channels = convolved_channels(mixer)
     if mixer.kind == "linear_attention":
         if mixer.form == "lightning":

@@ -40,6 +40,8 @@ class Decoder:
     rotates: Callable[[Fields, int], list[bool]] = windows.always
     ffn: Callable[[Fields, int, int, experts.FfnFacts], FeedForward] = experts.dense
     latent: bool = False
+    indexed: bool = False
+    """MLA with an indexer (DeepSeek-V3.2, GLM-5)."""
     whole_heads: bool = False
     """hidden_size must be a multiple of the heads where no head_dim is given; elsewhere transformers rounds down."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -72,12 +74,19 @@ class Decoder:
 
     def _mixers(self, fields: Fields, layers: int) -> list[Mixer]:
         if self.latent:
-            return [latent_attention(fields)] * layers
+            plain = latent_attention(fields)
+            if not self.indexed:
+                return [plain] * layers
+            own = plain.model_copy(
+                update={"index_heads": fields.count("index_n_heads", 64), "index_dim": fields.count("index_head_dim", 128)}
+            )
+            shared = [kind == "shared" for kind in fields.per_layer("indexer_types", layers) or []] or [False] * layers
+            return [plain if shares else own for shares in shared]
         heads = fields.heads()
         if self.whole_heads and not fields.has("head_dim"):
             fields.divides("num_attention_heads", heads, "hidden_size", fields.count("hidden_size"))
         qk = self.qk_norm if not self.qk_norm_if or fields.flag(self.qk_norm_if, False) else "none"
-        shared: dict[str, Any] = {
+        common: dict[str, Any] = {
             "heads": heads, "kv_heads": fields.kv_heads(heads), "head_dim": fields.head_dim(heads),
             "qkv_bias": self._is(fields, self.qkv_bias), "output_bias": self._is(fields, self.output_bias),
             "qk_norm": qk, "sinks": self.sinks,
@@ -85,7 +94,7 @@ class Decoder:
         reach, rotates = self.reach(fields, layers), self.rotates(fields, layers)
         made: dict[tuple[int | None, int | None, bool], Attention] = {}
         for (window, chunk), turns in zip(reach, rotates, strict=True):
-            made.setdefault((window, chunk, turns), Attention(**shared, window=window, chunk=chunk, rotary=turns))
+            made.setdefault((window, chunk, turns), Attention(**common, window=window, chunk=chunk, rotary=turns))
         return [made[(*reach[i], rotates[i])] for i in range(layers)]
 
 

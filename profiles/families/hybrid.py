@@ -132,6 +132,9 @@ def nemotron_h(fields: Fields, name: str, family: str) -> ModelSpec:
 
 
 def nemotron_experts(fields: Fields) -> Moe:
+    if latent := fields.optional("moe_latent_size"):
+        rule = "experts behind a projection to a width of their own (LatentMoE) are not modelled; null where the model has none"
+        raise InputError(fields.where + "moe_latent_size", latent, rule)
     facts = experts.FfnFacts(gated=False, bias=False, activation=fields.text("hidden_act", "relu2"))
     shared = fields.count("moe_shared_expert_intermediate_size", 0, least=0) * fields.count("n_shared_experts", 1, least=0)
     return experts.moe(
@@ -191,10 +194,25 @@ def granite_hybrid(fields: Fields, name: str, family: str) -> ModelSpec:
     return finish(fields, built, name, family)
 
 
+def bamba(fields: Fields, name: str, family: str) -> ModelSpec:
+    """Mamba-2 with attention in the layers of attn_layer_indices, a gated MLP in every layer."""
+    layers = fields.layers()
+    bias = fields.flag("attention_bias", False)
+    indices = fields.items("attn_layer_indices") or []
+    softmax = attention(Fields(fields.raw, fields.where, {"num_key_value_heads": 8}), qkv_bias=bias, output_bias=bias)
+    mixers: list[Mixer] = [softmax if i in indices else mamba_beside(fields) for i in range(layers)]
+    width, act = fields.count("intermediate_size"), fields.text("hidden_act", "silu")
+    mlp = Mlp(width=width, bias=fields.flag("mlp_bias", False), activation=act)
+    return finish(fields, [Layer(mixer=mixer, ffn=mlp) for mixer in mixers], name, family, rope_fraction=0.5)
+
+
 def qwen3_next(fields: Fields, name: str, family: str) -> ModelSpec:
-    """Gated delta rule in three layers of four, gated softmax attention in the fourth."""
+    """Gated delta rule in three layers of four, gated softmax attention in the fourth. Qwen3.5 too, whose layers are all dense
+    (num_experts absent) or all mixtures."""
     fields = Fields(fields.raw, fields.where, {"partial_rotary_factor": 0.25, "head_dim": 256, "num_key_value_heads": 2,
                                                "norm_topk_prob": True})  # fmt: skip
+    if family == "qwen3_5_text":
+        fields.defaults = {**fields.defaults, "num_key_value_heads": 4, "num_experts": 0}
     layers = fields.layers()
     every = fields.count("full_attention_interval", 4)
     bias = fields.flag("attention_bias", False)
@@ -207,7 +225,8 @@ def qwen3_next(fields: Fields, name: str, family: str) -> ModelSpec:
     facts = experts.FfnFacts(activation=fields.text("hidden_act", "silu"))
     names = windows.kinds(fields, layers, lambda i: "linear_attention" if (i + 1) % every else "full_attention")
     ffns = [experts.qwen(fields, i, layers, facts) for i in range(layers)]
-    return finish(fields, _two_kinds(fields, names, softmax, linear, ffns), name, family)
+    mtp = fields.count("num_nextn_predict_layers", 0, least=0)
+    return finish(fields, _two_kinds(fields, names, softmax, linear, ffns), name, family, mtp=mtp)
 
 
 def _two_kinds(fields: Fields, names: list[str], softmax: Mixer, linear: Mixer, ffns: list[Any]) -> list[Layer]:
@@ -236,6 +255,7 @@ def minimax(fields: Fields, name: str, family: str) -> ModelSpec:
 
 
 HYBRIDS = {
-    "mamba": mamba, "mamba2": mamba2, "jamba": jamba, "nemotron_h": nemotron_h, "falcon_h1": falcon_h1, "qwen3_next": qwen3_next,
-    "minimax": minimax, "granitemoehybrid": granite_hybrid,
+    "mamba": mamba, "mamba2": mamba2, "jamba": jamba, "nemotron_h": nemotron_h, "falcon_h1": falcon_h1, "bamba": bamba,
+    "granitemoehybrid": granite_hybrid, "minimax": minimax, "qwen3_next": qwen3_next, "qwen3_5_text": qwen3_next,
+    "qwen3_5_moe_text": qwen3_next,
 }  # fmt: skip

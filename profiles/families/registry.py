@@ -24,7 +24,8 @@ ALIASES = {
     "RefinedWebModel": "falcon", "minimax_text_01": "minimax", "MiniMaxText01": "minimax", "kimi_k25": "kimi_k2",
     "kimi_vl": "deepseek_v3", "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3", "qwen3_vl_moe": "qwen3_moe",
-    "qwen3_vl_moe_text": "qwen3_moe", "stablelm_epoch": "stablelm",
+    "qwen3_vl_moe_text": "qwen3_moe", "stablelm_epoch": "stablelm", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
 """Other names of a known model_type: released remote code, multimodal wrappers (their text part)."""
 

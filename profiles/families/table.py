@@ -19,6 +19,8 @@ _DEEPSEEK_V3 = Decoder(
     defaults={"scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "norm_topk_prob": True, "num_nextn_predict_layers": 0},
 )  # fmt: skip
 
+_INDEXED = "approximate: the indexer's weights are counted, but attention is costed as dense, not over the tokens it picks"
+
 DECODERS: dict[str, Decoder] = {
     "llama": Decoder(whole_heads=True),
     "mistral": Decoder(**_NO_BIAS, reach=windows.everywhere, defaults={**_MISTRAL_KV, "sliding_window": None}),
@@ -86,5 +88,11 @@ DECODERS: dict[str, Decoder] = {
     "deepseek_v2": Decoder(latent=True, ffn=experts.deepseek, defaults={"norm_topk_prob": False}),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": Decoder(latent=True, mlp_bias=False, ffn=experts.deepseek,
+                             defaults={"scoring_func": "sigmoid", "norm_topk_prob": True, "first_k_dense_replace": 1}),
+    "deepseek_v32": Decoder(latent=True, indexed=True, mlp_bias=False, ffn=experts.deepseek, note=_INDEXED,
+                            defaults={"scoring_func": "sigmoid", "norm_topk_prob": True, "first_k_dense_replace": 3}),
+    "glm_moe_dsa": Decoder(latent=True, indexed=True, mlp_bias=False, ffn=experts.deepseek, note=_INDEXED,
+                           defaults={"scoring_func": "sigmoid", "norm_topk_prob": True, "first_k_dense_replace": 3}),
     "grok-1": Decoder(**_NO_BIAS, norms=4, tied=True, activation="gelu", ffn=experts.mixtral),
 }  # fmt: skip
