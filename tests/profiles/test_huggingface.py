@@ -186,6 +186,19 @@ def test_a_wrong_field_of_a_model_spec_is_named(tmp_path: Path, old: str, new: s
     assert said in str(caught.value)
 
 
+def test_the_example_in_the_documentation_is_a_model(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    spec = load_model(write(tmp_path / "mine.yaml", page.split("```yaml\n")[1].split("```")[0]))
+    assert (spec.num_layers, spec.groups) == (24, ((0, 1), (1, 23)))
+
+
+def test_the_documentation_names_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert {name.removesuffix("_text") for name in READERS} - {"ministral3"} <= set(
+        page.replace("`", " ").replace(",", " ").split()
+    )
+
+
 # Fields
 
 
