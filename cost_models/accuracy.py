@@ -1,8 +1,8 @@
 """Measured runs against predictions: error by source, ranking, coverage, and the verdict against a baseline.
 
-``regress`` predicts every run and scores it. Errors of time are ``predicted / measured - 1``; a *group* is (source, model, GPU), and
-the median over groups keeps a source with many rows from deciding. Layouts are ranked only against layouts of the same *setting*:
-everything but the layout equal. What counts as a fitted constant is listed in ``data/fitted.yaml``.
+``regress`` predicts every run and scores it. Errors of time are ``predicted / measured - 1``; a *group* is (source, model, GPU),
+and the median over groups keeps a source with many rows from deciding. Layouts are ranked only against layouts of the same
+*setting*: everything but the layout equal. What counts as a fitted constant is listed in ``data/fitted.yaml``.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def predict(run: Run) -> Prediction:
 
 @dataclass(frozen=True)
 class Regression:
-    """Predictions of all runs that could be mapped, and the rows that could not. Scores are over the *judged* ones: grade A rows whose
-    time can be used; where a file has no such row, over every row that has a time."""
+    """Predictions of all runs that could be mapped, and the rows that could not. Scores are over the *judged* ones: grade A rows
+    whose time can be used; where a file has no such row, over every row that has a time."""
 
     predictions: tuple[Prediction, ...]
     skipped: tuple[Skipped, ...]
@@ -204,8 +204,8 @@ def ranking(predictions: Iterable[Prediction]) -> dict[str, Any]:
     """How well layouts of one setting are ordered.
 
     ``pair_order``: share of the pairs that differ by more than ``TELLING`` which are ordered rightly; ``tau``: Kendall's tau-b over
-    the same pairs (right minus wrong over all), averaged over settings; ``regret``: how much slower the layout predicted fastest was
-    measured than the fastest, averaged over settings; ``best_picked``: share of settings in which it is the fastest.
+    the same pairs (right minus wrong over all), averaged over settings; ``regret``: how much slower the layout predicted fastest
+    was measured than the fastest, averaged over settings; ``best_picked``: share of settings in which it is the fastest.
     """
     settings: defaultdict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for p in predictions:
@@ -243,7 +243,7 @@ def ranking(predictions: Iterable[Prediction]) -> dict[str, Any]:
 
 @cache
 def fitted_constants() -> tuple[dict[str, Any], ...]:
-    """The register of constants that were moved to agree with published runs: ``name``, ``place``, ``low``, ``high``, ``prior``, ``runs``."""
+    """The register of constants that were moved to agree with published runs: ``name``, ``place``, ``low``, ``high``, ``prior``."""
     text = (resources.files("cost_models") / "data" / "fitted.yaml").read_text(encoding="utf-8")
     return tuple(yaml.safe_load(text)["fitted"])
 
@@ -307,7 +307,7 @@ def _figures(tree: Mapping[str, Any], pattern: str) -> dict[str, Any]:
     return {".".join(path): value for path, value in found}
 
 
-def annotations(changes: Iterable[Change], file: str) -> list[str]:
+def github_annotations(changes: Iterable[Change], file: str) -> list[str]:
     """GitHub workflow commands for the changes: errors for what got worse, notices for the rest."""
     out = []
     for change in changes:

@@ -26,6 +26,10 @@ from profiles.model import Attention, FeedForward, LatentAttention, Layer, Mlp, 
 
 Row = Mapping[str, str]
 JUDGED_QUALITY = ("printed", "from_tokens", "from_flops")
+SETTING = (
+    "source", "framework", "model_name", "layers", "hidden", "heads", "gpu", "gpus", "seq_len", "global_batch", "precision", "overlap",
+)  # fmt: skip
+"""Columns that rows must share to be ranked against each other."""
 NEEDED = ("id", "layers", "hidden", "heads", "vocab", "seq_len", "gpu", "gpus", "global_batch")
 MEMORY_FIGURES = {"allocated": "allocated", "reserved": "reserved", "nvidia-smi": "device", "whole card": "device"}
 """Words of ``mem_counter`` -> the predicted figure it is compared with."""
@@ -117,9 +121,7 @@ def to_run(row: Row) -> Run:
     grade = row.get("info_grade", "")
     judged = step is not None and grade in ("", "A") and row.get("time_ok", "yes") in ("", "yes")
     judged = judged and (row.get("step_quality", "") or JUDGED_QUALITY[0]) in JUDGED_QUALITY
-    setting = tuple(
-        row.get(k, "") for k in ("source", "framework", "model_name", "layers", "hidden", "heads", "gpu", "gpus", "seq_len", "global_batch", "precision", "overlap")
-    )  # fmt: skip
+    setting = tuple(row.get(column, "") for column in SETTING)
     memory = row.get("measured_peak_mem_GiB", "")
     return Run(
         row["id"], row.get("source", ""), (row.get("source", ""), row.get("model_name", ""), name), setting, job, layout,
@@ -133,7 +135,11 @@ def seconds_of(row: Row) -> float | None:
         if row.get(key):
             return _positive(row, key)
     if row.get("measured_tokens_per_s_per_gpu"):
-        return _count(row, "seq_len") * _count(row, "global_batch") / (_positive(row, "measured_tokens_per_s_per_gpu") * _count(row, "gpus"))
+        return (
+            _count(row, "seq_len")
+            * _count(row, "global_batch")
+            / (_positive(row, "measured_tokens_per_s_per_gpu") * _count(row, "gpus"))
+        )
     return None
 
 
@@ -261,8 +267,9 @@ def _model(row: Row, facts: Mapping[str, Any]) -> ModelSpec:
         pattern = [len(kinds) - 1 if i % facts.get("window_every", 1) == 0 else k for i, k in enumerate(pattern)]
     positions = facts.get("learned_positions", 0)
     return ModelSpec(
-        name=row.get("model_name", "") or row["id"], hidden=hidden, vocab=_count(row, "vocab"), kinds=tuple(kinds), pattern=tuple(pattern),
-        tied=bool(facts.get("tied", False)), norm=facts.get("norm", "rms"), norm_bias=facts.get("norm") == "layer",
+        name=row.get("model_name", "") or row["id"], hidden=hidden, vocab=_count(row, "vocab"),
+        kinds=tuple(kinds), pattern=tuple(pattern), tied=bool(facts.get("tied", False)),
+        norm=facts.get("norm", "rms"), norm_bias=facts.get("norm") == "layer",
         learned_positions=_count(row, "seq_len") if positions == "seq_len" else positions,
         embedding_norm=bool(facts.get("embedding_norm", False)), mtp=facts.get("mtp", 0),
     )  # fmt: skip
@@ -296,8 +303,9 @@ def _layout(row: Row, facts: Mapping[str, Any], model: ModelSpec, guessed: list[
     layout = Layout(
         tp=tp, pp=pp, vpp=2 if schedule == "zb-v" else vpp, cp=cp, cp_kind=facts.get("cp_kind", "ring"), ep=ep, etp=etp,
         dp_replicate=dp if replicated else 1, dp_shard=1 if replicated else dp, zero=zero,
-        sp=row.get("sp", "0") == "1" and tp > 1, micro_batch=_number(row, "micro_batch", facts.get("micro_batch", 1)), schedule=schedule, recompute=recompute,
-        stages=_stages(facts, model.num_layers, pp * vpp), dispatcher=facts.get("dispatcher", "alltoall"), capacity=float(facts.get("capacity", 0.0)),
+        sp=row.get("sp", "0") == "1" and tp > 1, micro_batch=_number(row, "micro_batch", facts.get("micro_batch", 1)),
+        schedule=schedule, recompute=recompute, stages=_stages(facts, model.num_layers, pp * vpp),
+        dispatcher=facts.get("dispatcher", "alltoall"), capacity=float(facts.get("capacity", 0.0)),
     )  # fmt: skip
     layout.check_products(gpus)
     return layout
