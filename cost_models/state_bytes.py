@@ -38,8 +38,11 @@ class Bytes:
         return self.master + self.moments + self.extra
 
 
-def bytes_of(execution: Execution, precision: str, optimizer: str) -> Bytes:
-    """The bytes per parameter that ``execution`` keeps under a precision and an optimizer (adamw, adamw8bit, muon, sgd)."""
+def bytes_of(execution: Execution, precision: str, optimizer: str, zero: int = 0) -> Bytes:
+    """The bytes per parameter that ``execution`` keeps under a precision and an optimizer (adamw, adamw8bit, muon, sgd).
+
+    ZeRO-3 updates group by group, so that a gradient and the optimizer's copy of it are not both whole: the larger counts.
+    """
     full = precision == "fp32"
     weight = 4.0 if full else execution.parameter_bytes
     linear = weight
@@ -48,15 +51,12 @@ def bytes_of(execution: Execution, precision: str, optimizer: str) -> Bytes:
         linear = execution.fp8_parameter_copies if stored else weight + execution.fp8_weight_cache
     moment = 4.0 if full else execution.moment_bytes
     moments = {"adamw": 2 * moment, "adamw8bit": 2 * ADAM_8BIT_MOMENT, "muon": 2 * moment, "sgd": moment}[optimizer]
-    return Bytes(
-        weight,
-        linear,
-        4.0 if full else execution.gradient_bytes,
-        0.0 if full else execution.master_bytes,
-        moments,
-        moment if optimizer == "muon" else moments,
-        0.0 if full else execution.optimizer_gradient_bytes,
-    )
+    gradient = 4.0 if full else execution.gradient_bytes
+    extra = 0.0 if full else execution.optimizer_gradient_bytes
+    if zero == 3:
+        gradient, extra = max(gradient, extra), 0.0
+    master = 0.0 if full else execution.master_bytes
+    return Bytes(weight, linear, gradient, master, moments, moment if optimizer == "muon" else moments, extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,8 @@ def states(job: Job, degrees: Any, held: Holding, trained: Holding | None = None
     from forward to backward. Muon needs whole matrices, so its momentum is dealt out matrix by matrix: a rank holds at least the
     largest one.
     """
-    each, execution, zero = bytes_of(job.execution, job.precision, job.optimizer), job.execution, degrees.zero
+    execution, zero = job.execution, degrees.zero
+    each = bytes_of(execution, job.precision, job.optimizer, zero)
     dense_shards, expert_shards = shards(degrees)
     train = held if trained is None else trained
     offloaded = "optimizer" in degrees.offload
@@ -146,7 +147,7 @@ def bytes_per_parameter(
 
     Examples: DeepSpeed ZeRO-2 2 + 18/N, ZeRO-3 18/N (with the gathered layer apart); Megatron's distributed optimizer 6 + 12/N.
     """
-    each = bytes_of(execution, precision, optimizer)
+    each = bytes_of(execution, precision, optimizer, zero)
     weight = each.linear_weight
     if zero == 3:
         parameters = weight / shards
@@ -169,9 +170,9 @@ def table(execution: Execution, precisions: tuple[str, ...], optimizers: tuple[s
     rows = []
     for precision in precisions:
         for optimizer in optimizers:
-            each = bytes_of(execution, precision, optimizer)
-            state = each.master + each.extra + each.matrix_moments
             for zero in (0, 1, 2, 3):
+                each = bytes_of(execution, precision, optimizer, zero)
+                state = each.master + each.extra + each.matrix_moments
                 whole, split = "", f"/{ranks}"
                 rows.append(
                     Row(
