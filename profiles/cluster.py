@@ -113,7 +113,10 @@ class ClusterSpec:
         if self.kind:
             from profiles.catalogue import shaped_levels
 
-            name, levels = f"{self.kind}:{gpus // per_node}x{per_node}", shaped_levels(self.kind, gpus // per_node, per_node)
+            own = {level.name: level for level in self.levels}
+            shaped = shaped_levels(self.kind, gpus // per_node, per_node)
+            levels = tuple(replace(own.get(level.name, level), size=level.size) for level in shaped)
+            name = f"{self.kind}:{gpus // per_node}x{per_node}"
         else:
             inner = tuple(level for level in self.levels[:-1] if level.size < gpus)
             name, levels = self.name, (*inner, replace(self.levels[len(inner)], size=gpus))

@@ -262,8 +262,8 @@ class GpuProfile:
 
     @cached_property
     def _first_byte(self) -> float:
-        """t0 of a product whose operands are there already."""
-        return min(curve.t0_seconds for curve in self.matmul.values())
+        """t0 of a product whose operands are there already: the 16-bit curve's."""
+        return (self.matmul.get("bf16") or self.matmul.get("fp16") or next(iter(self.matmul.values()))).t0_seconds
 
     def _grouped(self, dtype: str) -> GroupedCurve:
         like = next((d for d in (dtype, "bf16", "fp16") if d in self.grouped), None)

@@ -272,6 +272,8 @@ def test_with_gpus_keeps_the_domains() -> None:
     assert cluster.with_gpus(4).levels[0].size == 4
     with pytest.raises(InputError, match="whole nodes of 8; nearest: 16"):
         cluster.with_gpus(14)
+    slow = cluster.with_network(25e9, "HDR200").with_gpus(16)
+    assert slow.levels[1].link.peak_bytes_per_second.value == 25e9
     own = replace(cluster, kind="", name="ours")
     assert [(level.name, level.size) for level in own.with_gpus(64).levels] == [("nvlink", 8), ("network", 64)]
     assert [(level.name, level.size) for level in own.with_gpus(4).levels] == [("nvlink", 4)]
