@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,27 @@ def test_twenty_racks_drive_eight_nics_a_rack_not_seventy_two() -> None:
     cluster = load_cluster("gb200-nvl72:20x72")
     assert busbw(cluster, "all_reduce", 2.0**33, 1440) == pytest.approx(381, rel=0.12)
     assert busbw(cluster, "all_reduce", 2.0**34, 1440) == pytest.approx(406, rel=0.12)
+
+
+# aiconfigurator GB200 MoE dispatch, NVLink two-sided, bf16, hidden 7168, 256 experts, top 8: microseconds by ranks and tokens a rank
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "measured"),
+    [
+        (4, 8192, 706),
+        (4, 65536, 5177),
+        (16, 8192, 1489),
+        (16, 65536, 11805),
+        (32, 8192, 1605),
+        (32, 65536, 12733),
+        (64, 8192, 1833),
+        (64, 65536, 14927),
+    ],
+)
+def test_expert_dispatch_inside_a_rack_matches_its_measurement(ranks: int, tokens: int, measured: float) -> None:
+    """One copy a distinct rank: EP (1 - C(E - E/EP, k)/C(E, k)) of them on average (document C)."""
+    distinct = ranks * (1 - math.comb(256 - 256 // ranks, 8) / math.comb(256, 8))
+    seconds = load_cluster("gb200-nvl72:1x72").collective_seconds("all_to_all", tokens * distinct * 7168 * 2, ranks)
+    assert seconds * 1e6 == pytest.approx(measured, rel=0.15)
 
 
 def test_a_group_on_one_gpu_a_node_is_bound_by_its_nic() -> None:
