@@ -35,11 +35,9 @@ def text_part(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tuple[str
     for name in TEXT_PARTS:
         part = raw.get(name)
         if isinstance(part, dict) and part:
-            inner = {**part}
-            for shared in ("tie_word_embeddings", "vocab_size"):
-                if shared in raw and shared not in inner:
-                    inner[shared] = raw[shared]
-            inner.setdefault("model_type", raw.get("model_type"))
+            inner = {"vocab_size": raw.get("vocab_size"), "model_type": raw.get("model_type"), **part}
+            if raw.get("tie_word_embeddings") is not None:  # the wrapper owns the head, so its word holds
+                inner["tie_word_embeddings"] = raw["tie_word_embeddings"]
             note = f"text part ({name}) of the multimodal config {raw.get('model_type', '')}; vision or audio parts are not counted"
             return inner, f"{name}.", (" ".join(note.split()),)
     return raw, "", ()

@@ -94,6 +94,22 @@ def parts_of(model: Any) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["gemma3", "llama4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+)
+def test_the_text_part_of_a_multimodal_model_counts_as_the_wrapper_builds_it(family: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family)
+    with torch.device("meta"):
+        built = transformers.AutoModelForImageTextToText.from_config(config)
+    text = [p for name, p in built.named_parameters() if not any(word in name for word in ("vision", "visual", "multi_modal"))]
+    spec = read_config(json.loads(json.dumps(config.to_dict(), default=str)), family)
+    assert spec.parameters.total == sum(parameter.numel() for parameter in text)
+    assert "text part" in spec.notes[0]
+
+
 def same_up_to_names(left: ModelSpec, right: ModelSpec) -> bool:
     return left.model_dump(exclude={"name", "family"}) == right.model_dump(exclude={"name", "family"})
 
