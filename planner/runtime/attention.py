@@ -59,29 +59,32 @@ class _Rotate(torch.autograd.Function):
     """Rotary embedding is linear: nothing of the input is saved, backward turns the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.turn = (cos, sin)
-        return _turn(x, cos, sin)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
+        ctx.turn = (cos, sin, pairs)
+        width = 2 * cos.shape[-1]
+        a, b = (x[..., 0:width:2], x[..., 1:width:2]) if pairs else (x[..., : width // 2], x[..., width // 2 : width])
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., width:]], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.turn
-        return _turn(grads[0], cos, -sin), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    width = 2 * cos.shape[-1]
-    a, b = x[..., : width // 2], x[..., width // 2 : width]
-    parts = [a * cos - b * sin, b * cos + a * sin]
-    return torch.cat(parts if width == x.shape[-1] else [*parts, x[..., width:]], -1)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin, pairs = ctx.turn
+        width, g = 2 * cos.shape[-1], grads[0]
+        a, b = g[..., : width // 2], g[..., width // 2 : width]
+        back = [a * cos + b * sin, b * cos - a * sin]
+        turned = [torch.stack(back, -1).flatten(-2)] if pairs else back
+        return torch.cat([*turned, g[..., width:]], -1), None, None, None
 
 
 class Rotary:
-    """cos and sin of the positions of a rank's tokens, [s, 1, 1, rotated / 2], made once and kept."""
+    """cos and sin of the positions of a rank's tokens, [s, 1, 1, rotated / 2], made once and kept.
 
-    def __init__(self, width: int, theta: float, fraction: float = 1.0) -> None:
+    ``pairs``: neighbours 2i, 2i+1 turn together (DeepSeek), their results placed in halves: a permutation that queries and keys
+    share. Else halves turn together (Llama).
+    """
+
+    def __init__(self, width: int, theta: float, fraction: float = 1.0, pairs: bool = False) -> None:
         self.rotated = int(width * fraction) // 2 * 2
-        self.theta = theta
+        self.theta, self.pairs = theta, pairs
         self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def frequencies(self) -> Tensor:
@@ -89,12 +92,12 @@ class Rotary:
         return 1.0 / self.theta**powers
 
     def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Rotate the first ``rotated`` of the head width of [s, b, heads, width] (halves convention of Hugging Face Llama)."""
+        """Rotate the first ``rotated`` of the head width of [s, b, heads, width]."""
         key = (tokens.spans, x.dtype, x.device)
         if key not in self._made:
             angles = tokens.positions(x.device).to(torch.float64)[:, None, None, None] * self.frequencies().to(x.device)
             self._made[key] = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-        return _Rotate.apply(x, *self._made[key])
+        return _Rotate.apply(x, *self._made[key], self.pairs)
 
 
 class SelfAttention(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cost_models.layout import Layout
 from planner.runtime.attention import SelfAttention, Tokens, attend
 from planner.runtime.context import ContextAttention
+from planner.runtime.latent import LatentSelfAttention
 from planner.runtime.loss import token_losses
 from planner.runtime.mesh import Mesh
 from planner.runtime.mlp import MlpBlock
@@ -24,7 +25,7 @@ from planner.runtime.parameter import Block, blocks_of, fill, parameter
 from planner.runtime.recompute import Recomputed, again
 from planner.runtime.tensor import Embedding, Linear, TensorParallel
 from profiles.errors import InputError
-from profiles.model import Attention, Layer, Mlp, Moe, ModelSpec
+from profiles.model import Attention, LatentAttention, Layer, Mlp, Moe, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,9 @@ class DecoderLayer(nn.Module):
             self.self_attn = SelfAttention(
                 spec.mixer, build.model, build.tp, _core(build, self.recompute), build.dtype, build.device
             )
+        elif isinstance(spec.mixer, LatentAttention):
+            self.self_attn = LatentSelfAttention(spec.mixer, build.model, build.tp, _core(build, self.recompute), *common[1:])
+        if self.self_attn is not None:
             self.input_layernorm = build.norm()
         self.mlp: nn.Module | None = None
         self.ffn_part = "moe" if isinstance(spec.ffn, Moe) else "mlp"
@@ -204,11 +208,11 @@ def _check(model: ModelSpec, layout: Layout) -> None:
     """Raise InputError for what this runtime does not run."""
     for kind in model.kinds:
         mixer, ffn = kind.mixer, kind.ffn
-        if mixer is not None and not isinstance(mixer, Attention):
+        if mixer is not None and not isinstance(mixer, Attention | LatentAttention):
             raise InputError("model", mixer.kind, "the runtime runs attention mixers", "attention")
         if isinstance(mixer, Attention) and (mixer.sinks or mixer.output_gate or mixer.qk_norm in ("full", "per_head")):
             raise InputError("model", model.name, "attention sinks, output gates and full-width query norms are not in the runtime")
-        if isinstance(mixer, Attention) and mixer.heads % layout.tp:
+        if mixer is not None and mixer.heads % layout.tp:
             raise InputError("tp", layout.tp, f"must divide the {mixer.heads} heads")
         if kind.norms > 2:
             raise InputError("model", model.name, "layers with more than 2 norms are not in the runtime", 2)

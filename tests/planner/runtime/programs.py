@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cost_models.layout import Layout
 from planner.runtime.data import Batch, indices_of
 from planner.runtime.train import Trainer, TrainSettings
-from profiles.model import Attention, Layer, Mlp, Moe, ModelSpec, uniform
+from profiles.model import Attention, LatentAttention, Layer, Mlp, Moe, ModelSpec, uniform
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,11 @@ def model_of(name: str, layers: int = 4, **changes: Any) -> ModelSpec:
         )
     elif name == "moe-qwen2":
         layer = Layer(mixer=attention, ffn=Moe(experts=4, top_k=2, width=24, normalise_top_k=False, shared_width=16, shared_gate=True))
+    elif name == "mla":
+        mixer = LatentAttention(heads=4, q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)
+        layer = Layer(mixer=mixer, ffn=Moe(experts=4, top_k=2, width=24, router="sigmoid", selection_bias=True, shared_width=16))
+    elif name == "mla-lite":
+        layer = Layer(mixer=LatentAttention(heads=4, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8), ffn=Mlp(width=64))
     elif name == "window":
         layer = Layer(mixer=Attention(heads=8, kv_heads=4, head_dim=8, window=5), ffn=Mlp(width=64))
     else:

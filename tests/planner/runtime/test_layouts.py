@@ -38,9 +38,14 @@ EXPERTS = [
     (4, "dp_replicate=2,dp_shard=2,ep=2,zero=1", "moe"), (4, "cp=2,dp=2,ep=2,etp=2,recompute=full", "moe-qwen2"),
     (4, "cp=2,tp=2,ep=4,sp=false,recompute=selective(moe)", "moe-v3"),
 ]  # fmt: skip
+LATENT = [
+    (2, "tp=2", "mla-lite"), (2, "tp=2,sp=false", "mla"), (2, "cp=2", "mla"), (2, "pp=2,schedule=zb-v", "mla-lite"),
+    (4, "tp=2,cp=2,cp_kind=ulysses,ep=4", "mla"), (4, "tp=2,pp=2,ep=2,recompute=selective(mla_up_proj,core_attn,moe_act)", "mla"),
+    (4, "pp=2,dp=2,ep=2,zero=3,recompute=full", "mla"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "layout", "model"), DENSE + CONTEXT + EXPERTS)
+@pytest.mark.parametrize(("world", "layout", "model"), DENSE + CONTEXT + EXPERTS + LATENT)
 def test_loss_and_every_gradient_equal_one_process(
     gradients: Callable[..., dict[str, Any]], world: int, layout: str, model: str
 ) -> None:
