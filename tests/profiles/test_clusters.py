@@ -90,7 +90,7 @@ def test_twenty_racks_drive_eight_nics_a_rack_not_seventy_two() -> None:
     assert busbw(cluster, "all_reduce", 2.0**34, 1440) == pytest.approx(406, rel=0.12)
 
 
-# aiconfigurator GB200 MoE dispatch, NVLink two-sided, bf16, hidden 7168, 256 experts, top 8: microseconds by ranks and tokens a rank
+# aiconfigurator GB200 MoE dispatch, NVLink two-sided, bf16, hidden 7168, 256 experts, top 8: us by ranks and tokens a rank
 @pytest.mark.parametrize(
     ("ranks", "tokens", "measured"),
     [
