@@ -27,7 +27,8 @@ from profiles.model import Attention, FeedForward, LatentAttention, Layer, Mlp, 
 Row = Mapping[str, str]
 JUDGED_QUALITY = ("printed", "from_tokens", "from_flops")
 SETTING = (
-    "source", "framework", "model_name", "layers", "hidden", "heads", "gpu", "gpus", "seq_len", "global_batch", "precision", "overlap",
+    "source", "framework", "model_name", "layers", "hidden", "heads", "gpu", "gpus", "seq_len", "global_batch",
+    "precision", "overlap",
 )  # fmt: skip
 """Columns that rows must share to be ranked against each other."""
 NEEDED = ("id", "layers", "hidden", "heads", "vocab", "seq_len", "gpu", "gpus", "global_batch")
