@@ -134,7 +134,7 @@ def test_small_messages_take_a_tree_and_large_groups_a_longer_ring() -> None:
     assert load_cluster("h100-sxm:2x8").collective_seconds("all_reduce", 8, 16) == pytest.approx(48e-6, rel=0.1)
     assert load_cluster("a100-sxm:4x8").collective_seconds("all_reduce", 8, 32) == pytest.approx(68e-6, rel=0.1)
     sixteen, sixtyfour = (load_cluster(f"h100-sxm:{n}x8").collective_seconds("all_gather", 8, 8 * n) for n in (16, 64))
-    assert 8e-6 < (sixtyfour - sixteen) / 48 < 20e-6  # 12 us a node explains FSDP at 256 GPUs and more (modelling-notes 2.10)
+    assert 8e-6 < (sixtyfour - sixteen) / 48 < 20e-6  # 12 us a node explains FSDP at 256 GPUs and more
 
 
 def test_level_names_where_a_group_lives() -> None:
