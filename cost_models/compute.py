@@ -27,14 +27,16 @@ ARCHITECTURES = {
     "blackwell": ("b200", "b300", "gb200", "gb300"),
 }  # fmt: skip
 JITTER = {1: 1.0, 2: 1.1, 4: 1.13, 8: 1.5}
-"""Growth of the launch floor with TP: every process must be ready for every collective, so jitter takes the slowest. Measured on
+"""Growth of the launch floor with TP: every process must be ready for every collective, so jitter takes the slowest. From
 vTrain's single-node runs, hidden 1024: 3.05 ms a layer at TP 1, 3.35, 3.45, 4.6-4.8 at TP 2, 4, 8 (modelling-notes.md section 7)."""
 UNFUSED_ACTIVATIONS = {"relu2": (2.0, 2.3), "silu": (1.7, 2.0), "gelu": (1.0, 1.0), "clamped_swiglu": (8.7, 9.0)}
-"""(forward, backward) bytes of an activation run kernel by kernel over those of one fused kernel: squared ReLU is a ReLU and a square;
-SwiGLU a sigmoid-product and a product; GPT-OSS's clamp, bias, scale and SwiGLU are about 13 passes, 52 and 90 bytes an element
+"""(forward, backward) bytes of an activation run kernel by kernel over those of one fused kernel: squared ReLU is a ReLU and a
+square; SwiGLU a sigmoid-product and a product; GPT-OSS's clamp, bias, scale and SwiGLU are about 13 passes, 52 and 90 bytes an element
 instead of 6 and 10 (modelling-notes.md section 9: a hypothesis that explains B200 exactly and GB200 half)."""
 ALIGNMENT = 8
 """16-bit elements of the 16-byte words that tensor-core kernels load (cuBLAS documentation, tensor core usage)."""
+BATCHED = ("scores", "context", "value_gradient", "probability_gradient", "query_gradient", "key_gradient")
+"""Batched products of unfused attention."""
 PARTIAL_GRAPHS = 0.5
 """Share of the host's launches left where only attention and router are captured in CUDA graphs (an estimate)."""
 
@@ -94,20 +96,12 @@ def price(gpu: GpuProfile, execution: Execution, operations: Iterable[Operation]
 
 
 def aligned(op: Matmul | GroupedMatmul) -> Matmul | GroupedMatmul:
-    """``op`` as it runs: a batched 16-bit product (unfused attention) whose rows are not whole 16-byte words misses the tensor cores
-    and runs at the plain fp32 rate. BLOOM's tuning runs with head size 108 are 30 % slower for it than their neighbours."""
-    if isinstance(op, Matmul) and _is_batch(op.batch) and op.dtype in ("fp16", "bf16") and (_odd(op.n) or _odd(op.k)):
-        return replace(op, dtype="fp32")
-    return op
-
-
-def _is_batch(batch: Number) -> bool:
-    """Whether this is a batch of products rather than one."""
-    return bool(np.all(np.asarray(batch) > 1))
-
-
-def _odd(size: Number) -> bool:
-    return bool(np.any(np.asarray(size) % ALIGNMENT))
+    """``op`` as it runs: a batched 16-bit product (unfused attention) whose rows are not whole 16-byte words misses the tensor
+    cores and runs at the plain fp32 rate. BLOOM's tuning runs with head size 108 are 30 % slower for it than their neighbours."""
+    if isinstance(op, GroupedMatmul) or op.name not in BATCHED or op.dtype not in ("fp16", "bf16"):
+        return op
+    odd = np.any(np.asarray(op.n) % ALIGNMENT) or np.any(np.asarray(op.k) % ALIGNMENT)
+    return replace(op, dtype="fp32") if odd else op
 
 
 @cache
