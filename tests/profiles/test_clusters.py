@@ -33,7 +33,7 @@ def busbw(cluster: ClusterSpec, kind: str, size: float, ranks: int, stride: int 
     return float(wire_bytes(kind, size, ranks) / cluster.collective_seconds(kind, size, ranks, stride) / 1e9)
 
 
-# nccl-tests at 512 MiB on 8 GPUs (aiconfigurator, fits of the shared README)
+# nccl-tests at 512 MiB on 8 GPUs (aiconfigurator)
 @pytest.mark.parametrize(
     ("name", "kind", "rate"),
     [

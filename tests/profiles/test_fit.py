@@ -193,7 +193,7 @@ def script() -> object:
     return module
 
 
-# held-out error on the full tables (shared README): 3.9 and 4.7 %; on 60 (n, k) pairs a little more
+# held-out error on the full tables: 3.8 and 4.6 %; on 60 (n, k) pairs a little more
 @pytest.mark.parametrize(
     ("name", "stem", "rate", "limit"), [("h100", "h100_sxm", 0.88 * 3350, 0.045), ("b200", "b200_sxm", 0.85 * 7700, 0.055)]
 )
