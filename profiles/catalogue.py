@@ -263,8 +263,8 @@ def shaped_levels(kind: str, nodes: int, per_node: int) -> tuple[Level, ...]:
 
 
 def to_yaml(thing: GpuProfile | Link | ClusterSpec) -> str:
-    """The whole object as YAML that ``load_cluster`` or ``load_gpu`` reads back to an equal one. Its name, which it must have, stands
-    last: a file that was cut short is refused."""
+    """The whole object as YAML that ``load_cluster`` or ``load_gpu`` reads back to an equal one. Its name, which it must have,
+    stands last: a file that was cut short is refused."""
     data = TypeAdapter(type(thing)).dump_python(thing, mode="json", exclude_none=True)
     data["name"] = data.pop("name")
     return dump_yaml(data)
