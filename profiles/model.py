@@ -9,8 +9,9 @@ All widths are full (unsharded) sizes in elements; what a rank holds of them is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -24,6 +25,13 @@ class Spec(BaseModel):
     """Base of every record here: immutable, hashable, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with ``update``; what was cached of the original (groups, parameters) is worked out anew."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in set(copied.__dict__) - set(type(copied).model_fields):
+            del copied.__dict__[name]
+        return copied
 
 
 class Attention(Spec):
