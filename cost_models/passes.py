@@ -149,7 +149,7 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     network = Network(job.cluster, key, exchange_of(job, key, unit))
     again = recomputed(cost.forward, rule)
     moe = isinstance(kind_of(job, unit).ffn, Moe)
-    sync = job.execution.moe_sync_seconds if moe and not key.capacity and job.execution.graphs != "full" else 0.0
+    sync = job.execution.moe_sync_seconds if moe and not is_host(job.cluster.gpu) and job.execution.graphs != "full" else 0.0
     floor = unit >= 0 or unit == MTP
     forward = _pass(job, network, cost.forward, "forward", floor=floor, extra=sync)
     backward_input = _pass(job, network, cost.backward_input, "backward_input", floor=floor)

@@ -20,6 +20,8 @@ class TimeFacts:
     # -- compute --------------------------------------------------------------------------------------------------------
     pointwise_factor: float = 1.2
     """Time of pointwise kernels over their counted bytes at the achieved memory rate."""
+    low_precision_speed: float = 1.0
+    """Speed of 8- and 4-bit matrix products with this framework's libraries over the GPU's curve (measured with those of 2026)."""
     optimizer_traffic: float = 34.0
     """Bytes read and written a parameter of the shard in the optimizer step, gradient norm included."""
     unfused_activations: tuple[str, ...] = ()
@@ -34,8 +36,9 @@ class TimeFacts:
     """Host time of one operation where the device is the host itself (CPU): added to every operation."""
     blocking_launch_seconds: float = 0.0
     """Added to each pass of each layer where every launch blocks (CUDA_LAUNCH_BLOCKING=1)."""
-    moe_sync_seconds: float = 0.0
-    """Added to the forward of a dropless MoE layer: token counts are brought to the host. Zero with full graphs."""
+    moe_sync_seconds: float = 5.0e-4
+    """Added to the forward of each MoE layer: the router's many small kernels, and token counts that the host waits for. Zero with full
+    graphs, and on a CPU."""
     step_overhead_seconds: float = 0.02
     """Once a step: data, logging, gradient clipping's synchronisation, learning-rate update."""
 
