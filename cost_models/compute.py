@@ -33,6 +33,7 @@ UNFUSED_ACTIVATIONS = {"relu2": (2.0, 2.3), "silu": (1.7, 2.0), "gelu": (1.0, 1.
 """(forward, backward) bytes of an activation run kernel by kernel over those of one fused kernel: squared ReLU is a ReLU and a
 square; SwiGLU a sigmoid-product and a product; GPT-OSS's clamp, bias, scale and SwiGLU are about 13 passes, 52 and 90 bytes an element
 instead of 6 and 10 (modelling-notes.md section 9: a hypothesis that explains B200 exactly and GB200 half)."""
+LOW_PRECISION = ("fp8", "mxfp8", "nvfp4")
 ALIGNMENT = 8
 """16-bit elements of the 16-byte words that tensor-core kernels load (cuBLAS documentation, tensor core usage)."""
 BATCHED = ("scores", "context", "value_gradient", "probability_gradient", "query_gradient", "key_gradient")
@@ -73,6 +74,7 @@ def price(gpu: GpuProfile, execution: Execution, operations: Iterable[Operation]
     pointwise: Number = 0.0
     kernels: Number = 0
     speed = kernel_speed(execution.attention, architecture(gpu.name))
+    slower = 1.0 / product_speed(execution.libraries, architecture(gpu.name))
     for op in operations:
         if isinstance(op, Collective):
             continue
@@ -88,10 +90,10 @@ def price(gpu: GpuProfile, execution: Execution, operations: Iterable[Operation]
             if op.weight_gradient:
                 single = Matmul(op.k, op.n, op.tokens / op.groups, op.dtype, 1, op.name, True)
             kernels = kernels + op.groups
-            matmul = matmul + op.groups * gpu.seconds(single)
+            matmul = matmul + op.groups * gpu.seconds(single) * (slower if op.dtype in LOW_PRECISION else 1.0)
         else:
             kernels = kernels + 1
-            matmul = matmul + gpu.seconds(aligned(op))
+            matmul = matmul + gpu.seconds(aligned(op)) * (slower if op.dtype in LOW_PRECISION else 1.0)
     return Compute(matmul, attention, pointwise, kernels)
 
 
@@ -124,6 +126,13 @@ def kernel_table() -> dict[str, Any]:
     text = (resources.files("cost_models") / "data" / "attention_kernels.yaml").read_text(encoding="utf-8")
     table: dict[str, Any] = yaml.safe_load(text)
     return table
+
+
+@cache
+def product_speed(libraries: str, arch: str) -> float:
+    """Speed of 8- and 4-bit matrix products of a library generation relative to the GPU's curve."""
+    text = (resources.files("cost_models") / "data" / "product_speed.yaml").read_text(encoding="utf-8")
+    return float(yaml.safe_load(text).get(libraries, {}).get(arch, {"value": 1.0})["value"])
 
 
 @cache

@@ -20,8 +20,9 @@ class TimeFacts:
     # -- compute --------------------------------------------------------------------------------------------------------
     pointwise_factor: float = 1.2
     """Time of pointwise kernels over their counted bytes at the achieved memory rate."""
-    low_precision_speed: float = 1.0
-    """Speed of 8- and 4-bit matrix products with this framework's libraries over the GPU's curve (measured with those of 2026)."""
+    libraries: str = "current"
+    """Generation of cuBLAS and Transformer Engine, where their 8- and 4-bit products differ from the GPU's curve
+    (``data/product_speed.yaml``)."""
     optimizer_traffic: float = 34.0
     """Bytes read and written a parameter of the shard in the optimizer step, gradient norm included."""
     unfused_activations: tuple[str, ...] = ()
