@@ -103,6 +103,7 @@ def attention_operations(local: Local, mixer: Attention, *, entry: Entry, post_n
     b.linear_input("projection_input", tokens * output_width, kept=True)
     b.linear("projection", tokens, h, output_width)
     gradients = tokens * (output_width + query_width + kv_width + value_width) * local.bytes
+    gradients = gradients + _score_transient(b, heads) + _ring_transient(b, kv, mixer.head_dim, mixer.value_width)
     return b.residual("attention", post_norm=post_norm, transient=gradients, reduce=leave)
 
 
@@ -117,12 +118,16 @@ def latent_attention_operations(local: Local, mixer: LatentAttention, *, entry: 
     heads = mixer.heads // degrees.tp
     b.entry("attention", entry, parallel=False)
     latent = mixer.kv_rank + mixer.rope_dim
+    together = local.execution.keeps_gathered_input
     if mixer.q_rank:
         b.linear("q_down", split, mixer.q_rank, h)
-        b.norm("q_latent_norm", split, mixer.q_rank, output=True)
+        b.norm("q_latent_norm", split, mixer.q_rank, output=not together)
     b.linear("kv_down", split, latent, h)
-    b.norm("kv_latent_norm", split, mixer.kv_rank, output=True)
-    b.enter_tensor_parallel("latent_in", tokens * ((mixer.q_rank or h) + latent))
+    b.norm("kv_latent_norm", split, mixer.kv_rank, output=not together)
+    entering = (mixer.q_rank or h) + latent
+    b.enter_tensor_parallel("latent_in", tokens * entering)
+    if together:
+        b.keep("latent_input", tokens * entering * local.input_bytes, weight=True)
     b.linear("q_up", tokens, heads * mixer.head_dim, mixer.q_rank or h)
     b.linear("kv_up", tokens, heads * (mixer.nope_dim + mixer.value_dim), mixer.kv_rank)
     traffic = 2 * tokens * heads * (mixer.head_dim + mixer.head_dim) * local.bytes
@@ -131,6 +136,7 @@ def latent_attention_operations(local: Local, mixer: LatentAttention, *, entry: 
     b.linear_input("projection_input", tokens * heads * mixer.value_dim, kept=True)
     b.linear("projection", tokens, h, heads * mixer.value_dim)
     gradients = tokens * heads * (2 * mixer.value_dim + 2 * mixer.head_dim) * local.bytes
+    gradients = gradients + _score_transient(b, heads) + _ring_transient(b, heads, mixer.head_dim, mixer.value_dim)
     return b.residual("attention", post_norm=post_norm, transient=gradients)
 
 
@@ -160,7 +166,8 @@ def _attend(b: Builder, heads: Number, kv: Number, qk_dim: int, v_dim: int, wind
     else:
         b.collective("forward", "send_recv", "ring", block, "ring_kv", ring - 1)
         b.collective("backward_input", "send_recv", "ring", block, "ring_kv", ring - 1)
-        b.collective("backward_input", "send_recv", "ring", block, "ring_kv_gradient", ring)
+        gradient = block * execution.ring_gradient_bytes / 2
+        b.collective("backward_input", "send_recv", "ring", gradient, "ring_kv_gradient", ring)
 
     local_heads, local_kv = heads // ulysses, maximum(kept_kv // ulysses, 1)
     queries = local.job.seq_len // ring
@@ -183,6 +190,23 @@ def _attend(b: Builder, heads: Number, kv: Number, qk_dim: int, v_dim: int, wind
         b.keep("attention_output_exchanged", output * where(ulysses > 1, 1, 0), weight=True)
     b.collective("forward", "all_to_all", "ulysses", output, "ulysses_output")
     b.collective("backward_input", "all_to_all", "ulysses", output, "ulysses_output")
+
+
+def _score_transient(b: Builder, heads: Number) -> Number:
+    """Bytes of scores alive for a moment in unfused attention (all of b a s^2 at once)."""
+    local, execution, degrees = b.local, b.local.execution, b.local.degrees
+    if not execution.unfused:
+        return 0
+    queries, keys = local.job.seq_len // degrees.ring, local.job.seq_len
+    return execution.score_bytes * degrees.micro_batch * (heads // degrees.ulysses) * queries * keys
+
+
+def _ring_transient(b: Builder, kv: Number, qk_dim: int, v_dim: int) -> Number:
+    """Blocks of K and V that a ring holds beside its own, with their gradients in backward."""
+    local, degrees = b.local, b.local.degrees
+    block = local.tokens * maximum(kv, degrees.ulysses) * (qk_dim + v_dim) * local.bytes
+    alive = (2 * degrees.ring) if degrees.cp_kind == "allgather" else local.execution.ring_buffers * 2
+    return where(degrees.ring > 1, alive * block, 0)
 
 
 def _unfused(b: Builder, batch: Number, heads: Number, queries: Number, qk_dim: int, v_dim: int) -> None:

@@ -32,6 +32,9 @@ class Execution(TimeFacts):
     # -- attention ----------------------------------------------------------------------------------------------------
     attention: Literal["unfused", "triton", "fa2", "fa3", "cudnn"] = "cudnn"
     """The attention kernel; ``unfused`` keeps the scores (s x s a head)."""
+    score_bytes: float = 4.0
+    """Unfused attention: bytes a score of what exists for a moment beyond the kept probabilities (fp32 softmax; or the gradients of
+    scores and probabilities)."""
     causal_skip: bool = True
     """Masked blocks are not computed."""
     attention_dropout: bool = False
@@ -64,8 +67,9 @@ class Execution(TimeFacts):
     """Bytes read and written per element to quantise a linear layer's input (forward) and output gradient (backward)."""
     accumulate_bytes: float = 2.0
     """Bytes per weight that adding a weight gradient to its accumulator costs beyond the matrix product, every microbatch."""
-    parallel_shares_reduce: bool = True
-    """A parallel block (attention beside feed-forward) adds both partial sums before one reduction over TP."""
+    parallel_is_one_region: bool = True
+    """A parallel block (attention beside feed-forward) enters and leaves the TP region once: one gathered input, one reduction of
+    both partial sums."""
     keeps_gathered_input: bool = False
     """Under sequence parallelism a linear layer keeps its gathered input (DTensor) instead of gathering it again (Megatron)."""
     dummy_weight_gradients: bool = False
@@ -83,12 +87,17 @@ class Execution(TimeFacts):
     logit_forward_traffic: float = 12.0
     logit_backward_traffic: float = 8.0
     """Bytes a logit read and written by the loss, forward and backward, matrix products apart."""
+    loss_reductions: int = 3
+    """Reductions of the vocabulary-parallel loss over TP: maximum, target logit and sum of exponentials apart (3), or the last two
+    together (2)."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at once in a chunked loss; 0 = all of a microbatch."""
 
     # -- states -------------------------------------------------------------------------------------------------------
     parameter_bytes: float = 2.0
     """Stored working parameter in 16-bit training (4: fp32 storage, cast where it is gathered or used)."""
+    sharded_masters: bool = False
+    """Under ZeRO-3 the sharded parameters are stored in fp32 and are the master copy."""
     fp8_parameters: bool = False
     """Under an 8-bit precision the working parameters of linear layers are gathered in one byte, and stored so unless in fp32."""
     fp8_parameter_copies: float = 2.0
@@ -117,6 +126,8 @@ class Execution(TimeFacts):
     """Layers whose parameters are gathered at once under ZeRO-3 (the current one and the prefetched one)."""
     unsharded_gradient_units: float = 1.0
     """Layers whose full gradient exists at once under ZeRO-2 and 3."""
+    gradient_bucket_bytes: float = 0.0
+    """ZeRO-2: bytes of the bucket in which whole gradients gather before they are reduced (0: a layer's)."""
     reshard_with_pipeline: bool = True
     """ZeRO-3 releases gathered parameters after forward also under pipeline parallelism."""
     gathered_root: bool = True
@@ -133,6 +144,8 @@ class Execution(TimeFacts):
     # -- context parallelism, pipeline --------------------------------------------------------------------------------
     cp_balanced: bool = True
     """Causal sequences are cut front-and-back so that each context-parallel rank has equal pairs."""
+    ring_gradient_bytes: float = 2.0
+    """Bytes an element of the key and value gradients that go round a ring (4: they are summed in fp32)."""
     ring_buffers: float = 2.0
     """KV blocks alive in a ring beside the own one (received and sent)."""
     p2p_buffers: float = 2.0
@@ -153,6 +166,12 @@ class Execution(TimeFacts):
     permute_fusion: bool = True
     expert_weight_on_input: bool = False
     """The routing weight scales the expert's intermediate (kept once) instead of its output (kept for the weight's gradient)."""
+    router_fp32: bool = False
+    """The router's product runs in fp32, on an fp32 copy of its input and weight that is kept."""
+    route_bytes: float = 8.0
+    """Bytes of indices kept for each routed row (source, order, place)."""
+    router_collectives: bool = False
+    """Token counts are exchanged over EP and ETP, and the balance loss's counts are summed over TP and CP, in every forward."""
     moe_buffers: float = 1.0
     """Copies of the dispatched tokens that exist beside the kept ones while a layer runs."""
 

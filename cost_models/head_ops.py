@@ -64,8 +64,12 @@ def head_operations(local: Local) -> LayerCost:
     scale = local.bytes / 2
     b.pointwise("loss", execution.logit_forward_traffic * logits * scale, execution.logit_backward_traffic * logits * scale, 3)
     if execution.vocab_parallel:
-        b.collective("forward", "all_reduce", "tp", 4 * tokens, "loss", 3)
+        b.collective("forward", "all_reduce", "tp", 4 * tokens, "loss", 3 if execution.loss_reductions == 3 else 1)
+        if execution.loss_reductions == 2:
+            b.collective("forward", "all_reduce", "tp", 8 * tokens, "loss")
     alive = minimum(tokens, execution.loss_chunk_tokens) if execution.loss_chunk_tokens else tokens
+    if execution.statistics:
+        b.keep("loss_statistics", 12 * tokens)
     if not execution.loss_chunk_tokens:
         b.keep("logits", execution.logit_saved_bytes * logits * scale)
     else:

@@ -17,7 +17,9 @@ from cost_models.job import Job
 from profiles.model import ModelSpec
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
 
-Entry = Literal["norm", "input", "shared"]
+Entry = Literal["norm", "input", "shared", "again"]
+"""How a block starts: with a norm; with the residual stream; on what another block of its layer normed and gathered; or on what
+another block normed, gathering it again."""
 
 LOW_PRECISION = ("fp8", "mxfp8", "nvfp4")
 """Precisions whose linear layers run in fewer than 16 bits; attention, router and head stay in bf16."""
@@ -295,13 +297,16 @@ class Builder:
 
     def entry(self, block: str, entry: Entry, *, parallel: bool = True) -> None:
         """Start of a block: a norm, or the residual stream itself, as the kept input of its linear layers, and the way into the TP
-        region (``parallel``). ``shared``: another block of the layer did all of this for the same input."""
+        region (``parallel``)."""
         local, width = self.local, self.local.model.hidden
         if entry == "shared":
             return
         gathered = local.tokens if parallel and local.execution.keeps_gathered_input else None
         if entry == "norm":
             self.norm(f"{block}_norm", local.split_tokens, width, output=True, gathered=gathered)
+        elif entry == "again":
+            if gathered is not None:
+                self.keep(f"{block}_input", where(local.sp > 1, gathered, 0) * width * local.input_bytes, weight=True)
         else:
             self.linear_input(f"{block}_input", (local.split_tokens if gathered is None else gathered) * width, kept=False)
         if parallel:

@@ -34,16 +34,17 @@ def layer_operations(job: Job, degrees: Degrees, layer: Layer) -> LayerCost:
     local = Local(job, degrees)
     post = layer.post_norm or layer.norms >= 4
     own: Entry = "input" if layer.post_norm else "norm"
-    one_input = layer.parallel and layer.norms == 1
-    one_sum = layer.parallel and job.execution.parallel_shares_reduce and not isinstance(layer.ffn, Moe)
+    one_norm = layer.parallel and layer.norms == 1
+    one_region = layer.parallel and job.execution.parallel_is_one_region and not isinstance(layer.ffn, Moe)
     parts: list[LayerCost] = []
     for index, mixer in enumerate(layer.mixers):
-        last = index == len(layer.mixers) - 1 and not (one_sum and layer.ffn)
+        last = index == len(layer.mixers) - 1 and not (one_region and layer.ffn)
         parts.append(_mixer(local, mixer, "shared" if parts else own, post, last))
     if isinstance(layer.ffn, Moe):
         parts.append(moe_operations(local, layer.ffn, entry=own, post_norm=post))
     elif layer.ffn is not None:
-        parts.append(mlp_operations(local, layer.ffn, entry="shared" if one_input and parts else own, post_norm=post))
+        again: Entry = "shared" if one_region else "again"
+        parts.append(mlp_operations(local, layer.ffn, entry=again if one_norm and parts else own, post_norm=post))
     return reduce(add, parts)
 
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from cost_models.arrays import maximum, where
+from cost_models.arrays import ceil_div, maximum, where
 from cost_models.job import Job
 from cost_models.layer_cost import Builder, Entry, LayerCost, Local
 from cost_models.mlp_ops import activation, activation_gradients, projections
@@ -59,16 +59,16 @@ def moe_operations(local: Local, ffn: Moe, *, entry: Entry, post_norm: bool) -> 
     """
     model, execution, degrees = local.model, local.execution, local.degrees
     b = Builder(local, "moe")
-    mine, h, size = local.split_tokens, model.hidden, local.bytes
+    h, size = model.hidden, local.bytes
+    mine = own_tokens(local)
     factor = imbalance(local.job, degrees.ep, ffn, degrees.capacity)
     rows = mine * ffn.top_k * factor * degrees.etp
     width = ffn.width // degrees.etp
 
-    b.entry("moe", entry, parallel=False)
-    b.linear("router", mine, ffn.experts, h, dtype=local.dtype)
-    b.pointwise("router_probabilities", 12 * mine * ffn.experts, 12 * mine * ffn.experts, 4)
-    b.keep("router_probabilities", 9 * mine * ffn.experts)
-
+    _entry(b, ffn, entry)
+    whole = where(degrees.sp, 0, local.tokens * h * size)
+    b.collective("backward_input", "all_gather", "tp", whole, "moe_own")
+    _router(b, ffn, mine)
     if ffn.shared_width:
         _shared(b, ffn)
 
@@ -77,14 +77,48 @@ def moe_operations(local: Local, ffn: Moe, *, entry: Entry, post_norm: bool) -> 
     b.pointwise("permute", permute, permute, 2 if execution.permute_fusion else 5)
     _exchange(b, ffn, factor, "dispatch")
     b.keep("experts_input", rows * h * local.input_bytes, weight=True)
+    b.keep("experts_route", execution.route_bytes * rows)
     _experts(b, ffn, rows, width)
     if not execution.expert_weight_on_input:
         b.keep("experts_output", mine * ffn.top_k * h * size)
     _exchange(b, ffn, factor, "combine")
     b.pointwise("unpermute", permute, permute, 2 if execution.permute_fusion else 5)
+    b.collective("forward", "all_gather", "tp", whole, "moe_all")
     gradients = maximum(rows * (h + width) * size, activation_gradients(local, rows, width, gated=ffn.gated))
     buffers = execution.moe_buffers * rows * h * size
     return b.residual("moe", post_norm=post_norm, transient=gradients + buffers, reduce=False)
+
+
+def own_tokens(local: Local) -> Number:
+    """Tokens a rank routes: its own part, also where the norm region is not split over TP."""
+    return ceil_div(local.tokens, local.degrees.tp)
+
+
+def _entry(b: Builder, ffn: Moe, entry: Entry) -> None:
+    """The norm before the router. Its output is kept for the router, unless that runs on an fp32 copy, and for shared experts,
+    unless they keep it gathered."""
+    local, execution = b.local, b.local.execution
+    gathered = execution.keeps_gathered_input and ffn.shared_width > 0
+    needed = not execution.router_fp32 or (ffn.shared_width > 0 and not gathered) or ffn.shared_gate
+    if entry == "norm":
+        b.norm("moe_norm", local.split_tokens, local.model.hidden, output=needed)
+    elif needed:
+        b.linear_input("moe_input", local.split_tokens * local.model.hidden, kept=False)
+
+
+def _router(b: Builder, ffn: Moe, mine: Number) -> None:
+    local, execution, degrees, h = b.local, b.local.execution, b.local.degrees, b.local.model.hidden
+    b.linear("router", mine, ffn.experts, h, dtype="fp32" if execution.router_fp32 else local.dtype)
+    b.pointwise("router_probabilities", 12 * mine * ffn.experts, 12 * mine * ffn.experts, 4)
+    b.keep("router_probabilities", 9 * mine * ffn.experts)
+    if execution.router_fp32 and local.bytes < 4:
+        b.keep("router_input", 4 * mine * h)
+        b.keep("router_weight", 4 * ffn.experts * h)
+    if execution.router_collectives:
+        b.collective("forward", "all_to_all", "ep", 8 * ffn.experts, "route_counts")
+        b.collective("forward", "all_gather", "etp", 8 * ffn.experts * degrees.etp, "route_counts")
+        for axis in ("tp", "cp"):
+            b.collective("forward", "all_reduce", axis, 4 * degrees.micro_batch * ffn.experts, "router_balance")
 
 
 def _experts(b: Builder, ffn: Moe, rows: Number, width: Number) -> None:
@@ -100,6 +134,8 @@ def _shared(b: Builder, ffn: Moe) -> None:
     """Shared experts: a dense feed-forward beside the routed ones, split over TP (never over ETP)."""
     local, h = b.local, b.local.model.hidden
     b.enter_tensor_parallel("shared_in", local.tokens * h)
+    if local.execution.keeps_gathered_input:
+        b.keep("shared_input", local.tokens * h * local.input_bytes, weight=True)
     projections(b, "shared", local.tokens, h, ffn.shared_width // local.degrees.tp, gated=ffn.gated)
     b.leave_tensor_parallel("shared_out", local.tokens * h)
     if ffn.shared_gate:
@@ -114,7 +150,7 @@ def _exchange(b: Builder, ffn: Moe, factor: Number, name: str) -> None:
     copy to each) times its row, on the busiest rank. A combine carries partial sums where dispatch is deduplicated.
     """
     local, degrees, execution = b.local, b.local.degrees, b.local.execution
-    mine, h = local.split_tokens, local.model.hidden
+    mine, h = own_tokens(local), local.model.hidden
     row = h * (execution.dispatch_bytes if name == "dispatch" else 2.0) * local.bytes / 2
     back = h * local.bytes
     if degrees.dispatcher == "allgather":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cost_models.arrays import maximum, where
+from cost_models.arrays import maximum, minimum, where
 from cost_models.job import Job
 from cost_models.layer_cost import Local
 from cost_models.stage_states import stage_units, tensors, unit_holding
@@ -45,6 +45,8 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
             every = every + size * times
     loss: Number = 0
     backward = execution.unsharded_gradient_units * largest * maximum(wide, reduced)
+    if layout.zero == 2 and execution.gradient_bucket_bytes:
+        backward = minimum(backward, execution.unsharded_gradient_units * execution.gradient_bucket_bytes)
     if layout.zero == 3:
         root, root_gradient = (wide * ends, wide * head) if execution.gathered_root else (0, 0)
         kept = layout.pp > 1 and not execution.reshard_with_pipeline

@@ -56,6 +56,9 @@ def bytes_of(execution: Execution, precision: str, optimizer: str, zero: int = 0
     if zero == 3:
         gradient, extra = max(gradient, extra), 0.0
     master = 0.0 if full else execution.master_bytes
+    if zero == 3 and execution.sharded_masters and not full:
+        weight = linear = 4.0
+        master = 0.0
     return Bytes(weight, linear, gradient, master, moments, moment if optimizer == "muon" else moments, extra)
 
 
