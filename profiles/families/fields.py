@@ -83,8 +83,8 @@ class Fields:
         return value
 
     def optional(self, name: str) -> int | None:
-        """A positive whole number, or None when the field (and its class default) is absent or null."""
-        if not self.has(name) and self.defaults.get(name) is None:
+        """A positive whole number; None when the field is null or 0, or absent without a class default."""
+        if not self.has(name) and (self._null(name) or self.defaults.get(name) is None):
             return None
         return self.count(name, least=0) or None
 
@@ -152,6 +152,7 @@ class Fields:
         return kv
 
     def _null(self, name: str) -> bool:
+        """Whether the file writes the field at all; with no value given, it wrote null."""
         return any(s in self.raw for s in (name, *SPELLINGS.get(name, ())))
 
     def head_dim(self, heads: int) -> int:

@@ -23,7 +23,7 @@ _INDEXED = "approximate: the indexer's weights are counted, but attention is cos
 
 DECODERS: dict[str, Decoder] = {
     "llama": Decoder(whole_heads=True),
-    "mistral": Decoder(**_NO_BIAS, reach=windows.everywhere, defaults={**_MISTRAL_KV, "sliding_window": None}),
+    "mistral": Decoder(**_NO_BIAS, reach=windows.everywhere, defaults={**_MISTRAL_KV, "sliding_window": 4096}),
     "ministral": Decoder(**_NO_BIAS, reach=windows.whole, defaults=_MISTRAL_KV),
     "ministral3": Decoder(**_NO_BIAS, reach=windows.everywhere, defaults=_MISTRAL_KV),
     "mixtral": Decoder(**_NO_BIAS, reach=windows.everywhere, ffn=experts.mixtral, defaults=_MISTRAL_KV),

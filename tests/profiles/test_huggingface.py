@@ -388,6 +388,9 @@ def test_windows_chunks_and_rotation_follow_the_family() -> None:
         (None, None, True),
         (8, None, True),
     ]
+    assert reach("mistral", 1) == [(4096, None, True)]
+    assert reach("mistral", 1, sliding_window=None) == [(None, None, True)]
+    assert reach("llama4_text", 1, num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=None) == [(None, None, True)]
     llama4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 8}
     assert reach("llama4_text", 4, **llama4) == [(None, 8, True)] * 3 + [(None, None, False)]
     assert reach("smollm3", 4) == [(None, None, True)] * 3 + [(None, None, False)]
