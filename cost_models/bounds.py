@@ -2,7 +2,8 @@
 
 A bound counts what no stage split, schedule, recompute choice or ZeRO stage can avoid: the compute of forward and backward (or the
 host's launches where they take longer) on the busiest stage, which holds at least the mean; one microbatch's way through all
-stages; the optimizer step of the mean stage; the step's fixed cost and stragglers. Communication, recompute and bubbles are left out.
+stages; the optimizer step of the mean stage; the step's fixed cost and stragglers. Communication, recompute and bubbles are left
+out.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class ArrayDegrees:
 
 
 def bulk_lower_bounds(
-    job: Job, *, tp: Any, pp: Any, micro_batch: Any, dp: Any, cp: Any = 1, ep: Any = 1, etp: Any = 1, capacity: Any = 0.0, cp_kind: str = "ring"
+    job: Job, *, tp: Any, pp: Any, micro_batch: Any, dp: Any, cp: Any = 1, ep: Any = 1, etp: Any = 1, capacity: Any = 0.0,
+    cp_kind: str = "ring"
 ) -> Floats:  # fmt: skip
     """Seconds below which ``step.estimate`` of no layout with these degrees lies, whatever it leaves open. Arrays broadcast."""
     arrays = np.broadcast_arrays(*(np.asarray(x) for x in (tp, pp, micro_batch, dp, cp, ep, etp, capacity)))

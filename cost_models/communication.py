@@ -40,9 +40,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """How tokens travel to experts: ``efficiency`` and ``seconds`` of an uneven all-to-all inside a domain; ``outside``, the share of
-    the bytes between domains that is left where one copy of a token goes to each node (DeepEP, HybridEP: ``forwarded`` from there to
-    its experts' ranks, so that every copy travels inside a node as well), and the ``outside_efficiency`` of that."""
+    """How tokens travel to experts: ``efficiency`` and ``seconds`` of an uneven all-to-all inside a domain; ``outside``, the share
+    of the bytes between domains that is left where one copy of a token goes to each node (DeepEP, HybridEP: ``forwarded`` from
+    there to its experts' ranks, so that every copy travels inside a node as well), and the ``outside_efficiency`` of that."""
 
     efficiency: float = 1.0
     seconds: float = 0.0
@@ -60,8 +60,8 @@ class Network:
     exchange: Exchange | None = None
 
     def group(self, axis: str) -> Group:
-        """The group of ``axis``: a mesh axis, ``cp``'s parts ``ring`` and ``ulysses``, ``dp`` (both parts), ``zero`` (the ranks over which
-        ZeRO shards dense parameters: dp_shard x cp), ``edp_shard``, ``edp_replicate``, ``etp_ep``."""
+        """The group of ``axis``: a mesh axis, ``cp``'s parts ``ring`` and ``ulysses``, ``dp`` (both parts), ``zero`` (the ranks
+        over which ZeRO shards dense parameters: dp_shard x cp), ``edp_shard``, ``edp_replicate``, ``etp_ep``."""
         return _group(self.layout, axis, self.cluster.levels[0].size)
 
     def seconds(self, kind: str, axis: str, bytes: float, count: float = 1) -> float:
@@ -88,7 +88,8 @@ class Network:
         return seconds + exchange.seconds
 
     def sent(self, kind: str, axis: str, bytes: float, count: float = 1) -> dict[str, float]:
-        """Wire bytes of one rank by the name of the level they travel on: inside a domain and, for the share that leaves it, outside."""
+        """Wire bytes of one rank by the name of the level they travel on: inside a domain and, for the share that leaves it,
+        outside."""
         group = self.group(axis)
         if group.ranks <= 1 or not bytes:
             return {}
@@ -222,7 +223,8 @@ def paired(layout: Layout) -> bool:
 
 
 def _behind(op: Collective, which: Pass) -> bool:
-    """Whether Megatron hides this TP collective in backward: all but the gather of the output gradient, which its products await."""
+    """Whether Megatron hides this TP collective in backward: all but the gather of the output gradient, which its products
+    await."""
     return which == "backward_weight" or (which == "backward_input" and op.kind in ("reduce_scatter", "all_reduce"))
 
 

@@ -28,11 +28,12 @@ ARCHITECTURES = {
 }  # fmt: skip
 JITTER = {1: 1.0, 2: 1.1, 4: 1.13, 8: 1.5}
 """Growth of the launch floor with TP: every process must be ready for every collective, so jitter takes the slowest. From
-vTrain's single-node runs, hidden 1024: 3.05 ms a layer at TP 1, 3.35, 3.45, 4.6-4.8 at TP 2, 4, 8 (modelling-notes.md section 7)."""
+vTrain's single-node runs, hidden 1024: 3.05 ms a layer at TP 1, 3.35, 3.45, 4.6-4.8 at TP 2, 4, 8 (modelling-notes.md section
+7)."""
 UNFUSED_ACTIVATIONS = {"relu2": (2.0, 2.3), "silu": (1.7, 2.0), "gelu": (1.0, 1.0), "clamped_swiglu": (8.7, 9.0)}
 """(forward, backward) bytes of an activation run kernel by kernel over those of one fused kernel: squared ReLU is a ReLU and a
-square; SwiGLU a sigmoid-product and a product; GPT-OSS's clamp, bias, scale and SwiGLU are about 13 passes, 52 and 90 bytes an element
-instead of 6 and 10 (modelling-notes.md section 9: a hypothesis that explains B200 exactly and GB200 half)."""
+square; SwiGLU a sigmoid-product and a product; GPT-OSS's clamp, bias, scale and SwiGLU are about 13 passes, 52 and 90 bytes an
+element instead of 6 and 10 (modelling-notes.md section 9: a hypothesis that explains B200 exactly and GB200 half)."""
 LOW_PRECISION = ("fp8", "mxfp8", "nvfp4")
 ALIGNMENT = 8
 """16-bit elements of the 16-byte words that tensor-core kernels load (cuBLAS documentation, tensor core usage)."""

@@ -298,7 +298,8 @@ def _add_sharded_bytes(job: Job, network: Network, unit: int, sent: dict[str, di
 
 def _with_sharding(
     job: Job, network: Network, unit: int,
-    forward: PassSeconds, recompute: PassSeconds, backward_input: PassSeconds, backward_weight: PassSeconds, gather: float, scatter: float,
+    forward: PassSeconds, recompute: PassSeconds, backward_input: PassSeconds, backward_weight: PassSeconds, gather: float,
+    scatter: float,
 ) -> tuple[PassSeconds, PassSeconds]:  # fmt: skip
     """Forward and backward with the unit's gathers and reduction: beside its work where the framework prefetches."""
     layout, execution = network.layout, job.execution
@@ -327,8 +328,8 @@ def gathers_once(job: Job, layout: Layout) -> bool:
 def _beside_another(
     forward: PassSeconds, recompute: PassSeconds, backward_input: PassSeconds, backward_weight: PassSeconds
 ) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
-    """The passes where one microbatch's forward runs beside another's backward (Megatron's 1F1B all-to-all overlap): the all-to-all of
-    both together hides beside the compute of both together."""
+    """The passes where one microbatch's forward runs beside another's backward (Megatron's 1F1B all-to-all overlap): the
+    all-to-all of both together hides beside the compute of both together."""
     passes = (forward, recompute, backward_input)
     total = sum(one.exposed.get("ep", 0.0) for one in passes)
     if not total:

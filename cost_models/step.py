@@ -1,7 +1,7 @@
 """A whole step: ``estimate(job, layout)`` -> ``StepEstimate``, with its interval, and where each second goes.
 
-Chunk times (``passes``) go through the schedule (``pipeline.simulate``); each rank starts with the parameters it still has to gather
-and ends with its gradient reduction and optimizer step (``update``); the step's fixed cost and the slowest node come on top.
+Chunk times (``passes``) go through the schedule (``pipeline.simulate``); each rank starts with the parameters it still has to
+gather and ends with its gradient reduction and optimizer step (``update``); the step's fixed cost and the slowest node come on top.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class StepEstimate:
 
 
 MEMORY_KEYS = (
-    "stage", "parameters", "gradients", "optimizer", "activations", "temporary", "communication", "peak_allocated", "peak_reserved", "device",
+    "stage", "parameters", "gradients", "optimizer", "activations", "temporary", "communication", "peak_allocated",
+    "peak_reserved", "device",
 )  # fmt: skip
 
 
@@ -155,7 +156,8 @@ def account(
     step: float,
 ) -> dict[str, float]:
     """Seconds of ``step`` by cause, seen from pipeline rank ``rank``; they sum to ``step``. Compute by kind, ``recompute``,
-    exposed communication as ``communication.AXIS``, ``optimizer``, ``host``, ``overhead``, ``stragglers``, and what is left: ``bubble``."""
+    exposed communication as ``communication.AXIS``, ``optimizer``, ``host``, ``overhead``, ``stragglers``, and what is left:
+    ``bubble``."""
     out: defaultdict[str, float] = defaultdict(float)
     key = layer_key(job, layout)
     runs = _runs(layout, rank, microbatches)

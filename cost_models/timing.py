@@ -38,8 +38,8 @@ class TimeFacts:
     blocking_launch_seconds: float = 0.0
     """Added to each pass of each layer where every launch blocks (CUDA_LAUNCH_BLOCKING=1)."""
     moe_sync_seconds: float = 5.0e-4
-    """Added to the forward of each MoE layer: the router's many small kernels, and token counts that the host waits for. Zero with full
-    graphs, and on a CPU."""
+    """Added to the forward of each MoE layer: the router's many small kernels, and token counts that the host waits for. Zero with
+    full graphs, and on a CPU."""
     step_overhead_seconds: float = 0.02
     """Once a step: data, logging, gradient clipping's synchronisation, learning-rate update."""
 
@@ -60,9 +60,11 @@ class TimeFacts:
     gathers_per_microbatch: float = 2.0
     """ZeRO-3 gathers for forward and again for backward (1: parameters stay until backward, SHARD_GRAD_OP)."""
     reduce_every_microbatch: bool = True
-    """ZeRO-2 and 3 reduce gradients after every microbatch, under a pipeline too; otherwise a pipeline reduces with the last one."""
+    """ZeRO-2 and 3 reduce gradients after every microbatch, under a pipeline too; otherwise a pipeline reduces with the last
+    one."""
     accumulates_unsharded: bool = False
-    """ZeRO-2 and 3 sum whole gradients over the microbatches and reduce them once (no_sync), at the memory of the whole gradient."""
+    """ZeRO-2 and 3 sum whole gradients over the microbatches and reduce them once (no_sync), at the memory of the whole
+    gradient."""
     p2p_scatter: bool = False
     """Without SP, pipeline messages are cut over TP and gathered again within the node (Megatron's scatter-gather)."""
     p2p_overlap: bool = True
@@ -76,11 +78,12 @@ class TimeFacts:
     exchange_efficiency: float = 0.75
     """Rate of an all-to-all of uneven parts over the equal-parts rate, inside a domain."""
     deduplicated_token_seconds: float = 20.0e-9
-    """Added to each exchange for each of the rank's tokens by DeepEP and HybridEP: layout of ranks and nodes, notification, conversion
-    of the routing map (preparing alone takes 6 ns on one GB200 rack: hardware/data/gb200_nvl72_moe_alltoall.csv; cases.md C10)."""
+    """Added to each exchange for each of the rank's tokens by DeepEP and HybridEP: layout of ranks and nodes, notification,
+    conversion of the routing map (preparing alone takes 6 ns on one GB200 rack: hardware/data/gb200_nvl72_moe_alltoall.csv;
+    cases.md C10)."""
     deduplicated_efficiency: float = 0.75
-    """Rate inside a domain of DeepEP and HybridEP over the equal-parts all-to-all: all copies pass there, remote ones forwarded (1.0
-    within one NVL72 rack: hardware/data/gb200_nvl72_moe_alltoall.csv)."""
+    """Rate inside a domain of DeepEP and HybridEP over the equal-parts all-to-all: all copies pass there, remote ones forwarded
+    (1.0 within one NVL72 rack: hardware/data/gb200_nvl72_moe_alltoall.csv)."""
     deduplicated_network_efficiency: float = 0.9
     """The same between nodes: 0.93 of the NICs at 4 nodes, 0.84 at 8 (hardware/data/deepep_alltoall.csv)."""
     ep_overlap: bool = False

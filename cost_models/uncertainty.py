@@ -21,11 +21,12 @@ ORIGIN_ERROR = {"measured": 0.04, "fitted": 0.06, "datasheet": 0.08, "estimate":
 transfer to a GPU without data costs about 10 %, boxes of one Blackwell type differ by 20 %)."""
 CAUSE_ERROR = {
     "pointwise": 0.20, "recompute": 0.06, "host": 0.30, "optimizer": 0.20, "overhead": 0.50, "stragglers": 0.60,
-    "communication.tp": 0.20, "communication.cp": 0.25, "communication.ep": 0.25, "communication.etp": 0.20, "communication.dp": 0.30,
+    "communication.tp": 0.20, "communication.cp": 0.25, "communication.ep": 0.25, "communication.etp": 0.20,
+    "communication.dp": 0.30,
     "communication.edp": 0.30, "communication.pp": 0.30, "bubble": 0.10,
 }  # fmt: skip
-"""Relative standard error of what is not a GPU curve: collectives 7-14 % in their tables and as much again for overlap; pointwise and
-host work depend on kernels that were not seen."""
+"""Relative standard error of what is not a GPU curve: collectives 7-14 % in their tables and as much again for overlap; pointwise
+and host work depend on kernels that were not seen."""
 OWN_ERROR = 0.035
 """Relative standard error of a step by itself: repeats of published runs differ by 1-4 %, releases of one by up to 10 %."""
 EIGHTY = NormalDist().inv_cdf(0.9)
@@ -84,7 +85,8 @@ def guesses(job: Job, layout: Layout) -> tuple[str, ...]:
 
 
 def chance_faster(job: Job, first: Mapping[str, float], second: Mapping[str, float]) -> float:
-    """Chance that the step whose seconds by cause are ``second`` is really faster than ``first``'s. Errors of a cause are shared."""
+    """Chance that the step whose seconds by cause are ``second`` is really faster than ``first``'s. Errors of a cause are
+    shared."""
     errors = cause_errors(job)
     a, b = sum(first.values()), sum(second.values())
     shared = sum((errors.get(cause, 0.25) * (first.get(cause, 0.0) - second.get(cause, 0.0))) ** 2 for cause in {*first, *second})

@@ -58,8 +58,8 @@ def update_seconds(
     matrices: tuple[Matmul, ...] = (),
 ) -> Update:
     """The update of a rank that holds ``weights`` and whose one microbatch takes ``forward`` and ``backward`` seconds in all its
-    chunks; ``shared``: weights of a tied embedding that first and last stage both hold; ``matrices``: its weight-gradient products, for
-    an optimizer that works on whole matrices."""
+    chunks; ``shared``: weights of a tied embedding that first and last stage both hold; ``matrices``: its weight-gradient
+    products, for an optimizer that works on whole matrices."""
     network, execution = Network(job.cluster, layout), job.execution
     sent: dict[str, dict[str, float]] = {}
     reduce: dict[str, float] = {}
@@ -131,12 +131,12 @@ def optimizer_seconds(job: Job, layout: Layout, weights: Holding, matrices: tupl
     traffic = execution.optimizer_traffic * OPTIMIZER_SHARE[job.optimizer] * count
     if "optimizer" in layout.offload:
         across = (execution.gradient_bytes + execution.gather_bytes) * count / HOST_LINK_BYTES_PER_SECOND
-        return across + traffic / HOST_OPTIMIZER_BYTES_PER_SECOND
+        return float(across + traffic / HOST_OPTIMIZER_BYTES_PER_SECOND)
     seconds = traffic / job.cluster.gpu.memory_bytes_per_second
     if job.optimizer == "muon":
         ranks = layout.dp_shard * layout.cp if sharded else 1
         seconds += sum(_newton_schulz(job, op) for op in matrices) / ranks
-    return seconds
+    return float(seconds)
 
 
 def _newton_schulz(job: Job, op: Matmul) -> float:

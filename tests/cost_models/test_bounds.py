@@ -25,7 +25,8 @@ def bound(job: Job, layout: Layout) -> float:
     kind = "ulysses" if layout.cp_kind == "ulysses" else "ring"
     return float(
         bulk_lower_bounds(
-            job, tp=layout.tp, pp=layout.pp, micro_batch=layout.micro_batch, dp=layout.dp, cp=layout.cp, ep=layout.ep, etp=layout.etp,
+            job, tp=layout.tp, pp=layout.pp, micro_batch=layout.micro_batch, dp=layout.dp, cp=layout.cp, ep=layout.ep,
+            etp=layout.etp,
             cp_kind=kind,
         )
     )  # fmt: skip
@@ -47,7 +48,8 @@ def test_no_estimate_lies_below_the_bound_of_its_degrees(data: st.DataObject) ->
     if pp == 1:
         schedule, vpp = "1f1b", 1
     layout = Layout(
-        tp=tp, cp=cp, cp_kind=data.draw(st.sampled_from(["ring", "ulysses"])), pp=pp, vpp=vpp, ep=ep, dp_shard=dp, schedule=schedule,
+        tp=tp, cp=cp, cp_kind=data.draw(st.sampled_from(["ring", "ulysses"])), pp=pp, vpp=vpp, ep=ep, dp_shard=dp,
+        schedule=schedule,
         micro_batch=data.draw(st.sampled_from([1, 2])), sp=data.draw(st.booleans()) and tp > 1,
         zero=data.draw(st.sampled_from([0, 1, 2, 3])), recompute=data.draw(st.sampled_from(["none", "selective", "full"])),
     )  # fmt: skip

@@ -40,7 +40,8 @@ def test_c01_pipeline_beats_tensor_parallelism_in_a_node_only_with_many_microbat
 
 @pytest.mark.parametrize("execution", ["megatron-2021", "deepspeed", "megatron"])
 def test_c02_a_20b_model_on_large_gpus_runs_faster_without_a_pipeline(execution: str) -> None:
-    # gpt-neox #903: 128 GPUs, sequence 4096, PP 4 x MP 2 at 33 TFLOP/s, PP 1 x MP 2 at 170 (a network fault suspected: the sign counts)
+    # gpt-neox #903: 128 GPUs, sequence 4096, PP 4 x MP 2 at 33 TFLOP/s, PP 1 x MP 2 at 170 (a network fault suspected: the sign
+    # counts)
     job = Job(gpt(6144, 44, 64), load_cluster("a100-sxm:16x8"), load_execution(execution), 4096, 256, "fp16")
     assert seconds(job, "tp=2,pp=1") < 0.9 * seconds(job, "tp=2,pp=4")
 
@@ -69,7 +70,8 @@ def moe(experts: int) -> ModelSpec:
 
 
 def test_c07_expert_parallelism_pays_for_512_experts_and_not_for_64() -> None:
-    # marin #7332: GB200 x64, 512 experts top-8: EP 1 6 % MFU, EP 8 12.6, EP 16 13.7, EP 64 14.4; with 64 experts the order is reversed
+    # marin #7332: GB200 x64, 512 experts top-8: EP 1 6 % MFU, EP 8 12.6, EP 16 13.7, EP 64 14.4; with 64 experts the order is
+    # reversed
     times = {}
     for experts in (64, 512):
         job = Job(moe(experts), load_cluster("gb200-nvl72:1x64"), load_execution("fsdp"), 4096, 256, moe_imbalance=1.0)
@@ -118,8 +120,8 @@ def test_c13_a_1b_model_on_four_gpus_is_replicated_not_sharded(cluster: str) -> 
 
 
 def test_c13_fsdp_communicates_every_microbatch_unless_it_keeps_the_gradients() -> None:
-    # cosmos-framework #161: HSDP over Ethernet, accumulation 4 takes four times as long; pytorch PR #126166: without the reduction the
-    # unsharded gradients stay in memory
+    # cosmos-framework #161: HSDP over Ethernet, accumulation 4 takes four times as long; pytorch PR #126166: without the reduction
+    # the unsharded gradients stay in memory
     job = Job(gpt(2048, 16, 16), load_cluster("a100-sxm:2x8"), load_execution("fsdp"), 2048, 64)
     once = replace(job, execution=load_execution("fsdp", {"accumulates_unsharded": "true"}))
     sent = [sum(step(j, "dp=16,zero=3,micro_batch=1").bytes_sent["dp"].values()) for j in (job, once)]

@@ -63,12 +63,14 @@ def test_seconds_sum_where_pairs_overlap(schedule: str) -> None:
 def test_the_json_has_the_keys_that_others_read() -> None:
     document = estimate(job(), Layout.parse("tp=2,pp=2,dp=2", 8)).to_json()
     needed = {
-        "step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second_per_gpu", "mfu", "hfu", "bubble_fraction", "seconds",
+        "step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second_per_gpu", "mfu", "hfu", "bubble_fraction",
+        "seconds",
         "memory", "limit_bytes", "fits", "bytes_sent", "guessed",
     }  # fmt: skip
     assert needed <= set(document)
     stage = {
-        "stage", "parameters", "gradients", "optimizer", "activations", "temporary", "communication", "peak_allocated", "peak_reserved",
+        "stage", "parameters", "gradients", "optimizer", "activations", "temporary", "communication", "peak_allocated",
+        "peak_reserved",
         "device",
     }  # fmt: skip
     assert stage <= set(document["memory"][0])
