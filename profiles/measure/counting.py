@@ -40,7 +40,7 @@ class Counter(TorchDispatchMode):
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
-    if name.startswith("_scaled_dot_product") and name.endswith("_for_cpu"):
+    if name.startswith("_scaled_dot_product") and "_for_cpu" in name:
         query, key, value = args[:3] if "backward" not in name else args[1:4]
         if "backward" in name:
             return int(sdpa_backward_flop_count(args[0].shape, query.shape, key.shape, value.shape))

@@ -18,8 +18,6 @@ from profiles.operations import BYTES, Attend, Collective, Matmul, Pointwise, wi
 FEWEST, FEWEST_PRODUCTS = 6, 8
 """Samples below which a curve of attention, or of matrix products, is not fitted."""
 FEWEST_SIZES = 4
-LARGE = 256
-"""Products with every side at least this are reported apart: the ones training is made of."""
 
 
 class TooFew(Exception):
@@ -28,13 +26,11 @@ class TooFew(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors (fractions) of a fit on samples it has not seen: median, 90th percentile, how many, and the median among
-    products with every side >= ``LARGE`` (None where there are none)."""
+    """Relative errors (fractions) of a fit on samples it has not seen: median, 90th percentile, and how many."""
 
     median: float
     p90: float
     count: int
-    median_large: float | None = None
 
 
 def source_of(facts: dict[str, Any]) -> str:
@@ -172,21 +168,13 @@ def fastest_traffic(samples: Sequence[Sample], rate: float) -> float:
 
 
 def held_out_errors(profile: GpuProfile, samples: Sequence[Sample]) -> dict[str, Errors]:
-    """Errors by kind of operation and dtype: of matrix products, on the samples kept out of the fit."""
-    found: dict[str, list[tuple[float, bool]]] = {}
+    """Errors by kind of operation and dtype: of matrix products, on the samples kept out of the fit (sides >= ``plan.LARGE``)."""
+    found: dict[str, list[float]] = {}
     for s in usable(samples, Matmul, held_out=True):
-        op = s.operation
-        if op.dtype in profile.matmul:
-            error = abs(float(profile.seconds(op, sustained=False)) / s.seconds - 1)
-            found.setdefault(f"matmul {op.dtype}", []).append((error, min(op.m, op.n, op.k) >= LARGE))
-    return {name: _errors(pairs) for name, pairs in found.items()}
-
-
-def _errors(pairs: Sequence[tuple[float, bool]]) -> Errors:
-    errors, large = [e for e, _ in pairs], [e for e, is_large in pairs if is_large]
-    return Errors(
-        float(np.median(errors)), float(np.quantile(errors, 0.9)), len(errors), float(np.median(large)) if large else None
-    )
+        if s.operation.dtype in profile.matmul:
+            error = abs(float(profile.seconds(s.operation, sustained=False)) / s.seconds - 1)
+            found.setdefault(f"matmul {s.operation.dtype}", []).append(error)
+    return {name: Errors(float(np.median(e)), float(np.quantile(e, 0.9)), len(e)) for name, e in found.items()}
 
 
 def link(samples: Sequence[Sample], facts: dict[str, Any], *, name: str = "") -> tuple[Link, dict[str, Errors]]:

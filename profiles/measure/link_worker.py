@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,10 +43,10 @@ def measure_here(
         name: [dist.group.WORLD if list(g) == world else dist.new_group(list(g)) for g in groups] for name, groups in axes.items()
     }
     plan = list(candidates(axes, kinds, sizes, alone=alone))
-    needed = len(plan) * min(FEWEST_SIZES, len(sizes)) // len(sizes)
     wire = _Wire(device, together)
     start = wire.clock.now()
     reached: dict[tuple[str, str, int], tuple[float, float]] = {}
+    counts: Counter[tuple[str, str, int]] = Counter()
     for index, sample in enumerate(plan):
         op = sample.operation
         assert isinstance(op, Collective)
@@ -53,7 +54,7 @@ def measure_here(
         bytes_before, seconds_before = reached.get(curve, (op.bytes, 0.0))
         spent = wire.clock.now() - start
         left = budget_seconds - spent
-        open_ = left > 0 or (index < needed and spent < OVERTIME * budget_seconds)
+        open_ = left > 0 or (counts[curve] < FEWEST_SIZES and spent < OVERTIME * budget_seconds)
         expected = seconds_before + max(op.bytes - bytes_before, 0) * _slope(bytes_before, seconds_before)
         share = max(min(budget_seconds / len(plan), 3 * left / (len(plan) - index)), 0.0)
         go, share = together.gather(
@@ -62,8 +63,10 @@ def measure_here(
         if not go:
             continue
         done = wire.time(sample, axes[op.axis], made[op.axis], share)
-        if not done.failed and op.bytes >= bytes_before:
-            reached[curve] = (op.bytes, done.seconds)
+        if not done.failed:
+            counts[curve] += 1
+            if op.bytes >= bytes_before:
+                reached[curve] = (op.bytes, done.seconds)
         elapsed = min((wire.clock.now() - start) / budget_seconds, 1.0)
         report({"type": "sample", "section": "links", "done": elapsed, "sample": done.to_json()})
 
@@ -74,26 +77,28 @@ def _slope(size: float, seconds: float) -> float:
 
 
 def candidates(axes: Mapping[str, Groups], kinds: Sequence[str], sizes: Sequence[int], *, alone: bool = True) -> Iterator[Sample]:
-    """What to time: coarse sizes first, then those between, so that every prefix spans the range. Point-to-point
-    messages only over the smallest groups. ``alone``: one group of an axis by itself as well as all of them at once."""
-    ordered = sorted(sizes)
+    """What to time, size by size. Point-to-point messages only over the smallest groups. ``alone``: one group of an axis by itself
+    as well as all of them at once."""
     smallest = min(len(groups[0]) for groups in axes.values())
-    seen: set[int] = set()
+    for size in in_order(sizes):
+        for name, groups in axes.items():
+            ranks, stride = len(groups[0]), groups[0][1] - groups[0][0]
+            for kind in kinds:
+                if kind == "send_recv" and ranks > smallest:
+                    continue
+                for active in sorted({1, len(groups)} if alone else {len(groups)}, reverse=True):
+                    yield Sample(Collective(kind, name, _whole(size, ranks)), ranks=ranks, stride=stride, groups=active)
+
+
+def in_order(sizes: Sequence[int]) -> list[int]:
+    """The smallest, the largest, then those between, halving the gaps and large ones first: every prefix spans the range."""
+    ordered = sorted(sizes)
+    places = [0]
     step = max(1, len(ordered) - 1)
-    while len(seen) < len(ordered):
-        for place in range(0, len(ordered), step):
-            if place in seen:
-                continue
-            seen.add(place)
-            for name, groups in axes.items():
-                for kind in kinds:
-                    if kind == "send_recv" and len(groups[0]) > smallest:
-                        continue
-                    for active in sorted({1, len(groups)} if alone else {len(groups)}, reverse=True):
-                        size = _whole(ordered[place], len(groups[0]))
-                        stride = groups[0][1] - groups[0][0]
-                        yield Sample(Collective(kind, name, size), ranks=len(groups[0]), stride=stride, groups=active)
+    while len(places) < len(ordered):
+        places += [p for p in reversed(range(0, len(ordered), step)) if p not in places]
         step = max(1, step // 2)
+    return [ordered[p] for p in places]
 
 
 def _whole(size: int, ranks: int) -> int:

@@ -20,8 +20,8 @@ from profiles.measure.timing import others_busy
 
 GPU_SHARE = 0.55
 """Of the budget, for the device; the rest is for the links."""
-SIZES = {"cpu": [1 << p for p in (10, 14, 17, 20, 22, 24, 25)], "cuda": [1 << p for p in range(10, 31, 2)]}
-"""Message sizes: 1 KiB to 32 MiB on a CPU (closer together where bytes count), to 1 GiB in steps of four on GPUs."""
+SIZES = {"cpu": [1 << p for p in (10, 14, 18, 20, 22, 23, 24)], "cuda": [1 << p for p in range(10, 31, 2)]}
+"""Message sizes: 1 KiB to 16 MiB on a CPU (closer together where bytes count), to 1 GiB in steps of four on GPUs."""
 
 
 @dataclass

@@ -2,21 +2,23 @@
 
 Matrix products: sizes spread evenly over the logarithms of (m, n, k) by an additive recurrence (the R sequence of Roberts, 2018:
 multiples of the inverse of the generalised golden ratio), interleaved with the shapes that training small and large models really
-has. Every fourth of the spread ones is held out of the fit to judge it. Attention and pointwise likewise.
+has, and with products of a second such sequence (sides >= 256) that are held out of the fit to judge it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, zip_longest
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 from profiles.measure.samples import Sample
 from profiles.operations import Attend, Matmul, Pointwise
 
 GOLDEN_3 = 1.2207440846057596
 """Root of x^4 = x + 1: its inverse powers spread points evenly in three dimensions."""
+LARGE = 256
+"""Products with every side at least this judge the fit: the ones training is made of."""
 FORMS = ("forward", "input_gradient", "weight_gradient")
 MODELS = ((256, 768), (512, 1408), (768, 2048), (1024, 2816), (2048, 5632), (4096, 14336), (8192, 28672))
 """(hidden, MLP width) of Llama-style models, small to large."""
@@ -37,15 +39,14 @@ class Bounds:
 
 
 def matmuls(dtype: str, bounds: Bounds, tokens: Sequence[int]) -> Iterator[Sample]:
-    """Products to time, training shapes and spread ones in turn; without end."""
-    for trained, spread in zip_longest(_training(dtype, bounds, tokens), islice(_spread(dtype, bounds), 400)):
-        if trained is not None:
-            yield trained
-        if spread is not None:
-            yield spread
+    """Products to time: training shapes and spread ones in turn, after each second pair one that is held out of the fit."""
+    spread = spread_products(dtype, bounds)
+    judges = spread_products(dtype, replace(bounds, smallest=max(bounds.smallest, LARGE)), offset=0.25, held_out=True)
+    for place, trained in enumerate(chain(training_products(dtype, bounds, tokens), repeat(None, 400))):
+        yield from (s for s in (trained, next(spread, None), next(judges, None) if place % 2 else None) if s is not None)
 
 
-def _training(dtype: str, bounds: Bounds, tokens: Sequence[int]) -> Iterator[Sample]:
+def training_products(dtype: str, bounds: Bounds, tokens: Sequence[int]) -> Iterator[Sample]:
     count = 0
     for hidden, width in MODELS:
         for rows in tokens:
@@ -60,14 +61,13 @@ def _training(dtype: str, bounds: Bounds, tokens: Sequence[int]) -> Iterator[Sam
                     yield sample
 
 
-def _spread(dtype: str, bounds: Bounds) -> Iterator[Sample]:
+def spread_products(dtype: str, bounds: Bounds, *, offset: float = 0.5, held_out: bool = False) -> Iterator[Sample]:
+    """Products spread evenly over the logarithms of their sides, within bounds, in turn of each form."""
     low, span = math.log2(bounds.smallest), math.log2(bounds.largest / bounds.smallest)
-    index = kept = 0
-    while index < 20000:
-        index += 1
-        sides = [2 ** (low + span * ((0.5 + index / GOLDEN_3**power) % 1)) for power in (1, 2, 3)]
-        m, n, k = (_round(side) for side in sides)
-        sample = product(dtype, m, n, k, FORMS[kept % 3], held_out=kept % 4 == 3)
+    kept = 0
+    for index in range(1, 20000):
+        m, n, k = (_round(2 ** (low + span * ((offset + index / GOLDEN_3**power) % 1))) for power in (1, 2, 3))
+        sample = product(dtype, m, n, k, FORMS[kept % 3], held_out=held_out)
         if _within(sample, bounds):
             kept += 1
             yield sample

@@ -1,0 +1,150 @@
+"""Fits of samples that were made from known curves: what went in comes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from profiles.errors import InputError
+from profiles.hardware import MatmulCurve
+from profiles.measure import fitting, plan
+from profiles.measure.samples import Sample, load_samples, save_samples
+from profiles.operations import Attend, Collective, Pointwise, wire_bytes
+
+FACTS: dict[str, Any] = {
+    "device": "cpu", "name": "Test CPU", "host": "there", "date": "2026-01-02", "processes": 4, "threads": 1, "sms": 1,
+    "launch_seconds": 2e-5, "memory_reported_bytes": 8e9, "memory_usable_bytes": 7e9, "context_bytes": 2e8,
+    "host_memory_bytes": 3e10,
+}  # fmt: skip
+TRUE = MatmulCurve(
+    efficiency=1.0, t0_seconds=2e-6, m0=20, n0=10, k0=30, origin="measured", source="made up", memory_bytes_per_second=4e10
+)
+RATIO = 1.25
+
+
+def product_samples(noise: float = 0.0) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    samples = []
+    for s in islice(plan.matmuls("fp32", plan.Bounds(64, 4096, 5e9, 1e9), (256, 1024)), 70):
+        op = s.operation
+        seconds = float(TRUE.seconds(5e10, op.m, op.n, op.k, item=4, out=4)) * (RATIO if op.weight_gradient else 1.0)
+        samples.append(replace(s, seconds=seconds * float(np.exp(noise * rng.standard_normal()))))
+    return samples
+
+
+def other_samples() -> list[Sample]:
+    rates = {"add": 4e10, "swiglu": 2e10, "norm": 5e9}
+    samples = [
+        Sample(Pointwise(size, 1), seconds=2e-5 + size / rate, form=form)
+        for form, rate in rates.items()
+        for size in (1 << 21, 1 << 23, 1 << 25)
+    ]
+    for s in islice(plan.attentions("fp32", plan.Bounds(64, 4096, 5e9, 1e9), head_dims=(64,), longest=4096), 12):
+        op = s.operation
+        forward = 1e-5 + op.flops / (2.5 if op.backward else 1.0) / 2.5e10 * (1 + 200 / (op.q_len + 1))
+        samples.append(replace(s, seconds=forward * (2.2 if op.backward else 1.0)))
+    return samples
+
+
+def test_a_known_curve_is_found_again_with_its_weight_gradient_ratio() -> None:
+    profile = fitting.gpu_profile(product_samples() + other_samples(), FACTS)
+    errors = fitting.held_out_errors(profile, product_samples())
+    assert errors["matmul fp32"].median < 0.02
+    assert errors["matmul fp32"].count > 10
+    assert profile.facts.weight_gradient_ratio.value == pytest.approx(RATIO, rel=0.05)
+    assert profile.matmul["fp32"].origin == "measured"
+    assert "there" in profile.matmul["fp32"].source
+
+
+def test_noise_of_ten_percent_leaves_the_fit_well_within_it() -> None:
+    profile = fitting.gpu_profile(product_samples(0.1) + other_samples(), FACTS)
+    assert fitting.held_out_errors(profile, product_samples())["matmul fp32"].median < 0.08
+
+
+def test_a_cpu_process_is_named_so_that_its_launches_count() -> None:
+    assert fitting.gpu_profile(product_samples() + other_samples(), FACTS).name == "cpu-there"
+
+
+def test_pointwise_work_runs_at_the_rate_of_a_layers_mix() -> None:
+    profile = fitting.gpu_profile(product_samples() + other_samples(), FACTS)
+    mix = plan.LAYER_MIX
+    expected = sum(mix.values()) / (mix["add"] / 4e10 + mix["swiglu"] / 2e10 + mix["norm"] / 5e9)
+    assert profile.memory_bytes_per_second == pytest.approx(expected, rel=0.01)
+
+
+def test_attention_is_priced_as_it_was_measured_both_ways() -> None:
+    samples = other_samples()
+    profile = fitting.gpu_profile(product_samples() + samples, FACTS)
+    for s in samples:
+        if isinstance(s.operation, Attend):
+            assert float(profile.seconds(s.operation)) == pytest.approx(s.seconds, rel=0.1)
+
+
+def test_too_little_attention_is_an_estimate_that_says_so() -> None:
+    profile = fitting.gpu_profile(product_samples() + other_samples()[:9], FACTS)
+    assert profile.attention.origin == "estimate"
+    assert "too little" in profile.attention.source
+
+
+def test_too_few_products_are_no_profile() -> None:
+    with pytest.raises(fitting.TooFew, match="matrix products"):
+        fitting.gpu_profile(product_samples()[:6] + other_samples(), FACTS)
+
+
+def test_failed_candidates_are_left_out() -> None:
+    samples = product_samples()
+    failed = [replace(s, seconds=0.0, failed="out of memory") for s in samples[:5]]
+    profile = fitting.gpu_profile(failed + samples[5:] + other_samples(), FACTS)
+    assert fitting.held_out_errors(profile, samples)["matmul fp32"].median < 0.02
+
+
+def link_samples(kind: str = "all_reduce", ranks: int = 4, groups: int = 1, slower: float = 1.0) -> list[Sample]:
+    sizes = [1 << p for p in range(10, 26, 2)]
+    return [
+        Sample(
+            Collective(kind, "axis", size),
+            seconds=slower * (2e-4 + float(wire_bytes(kind, size, ranks)) / 1.5e9),
+            ranks=ranks,
+            groups=groups,
+        )
+        for size in sizes
+    ]
+
+
+def test_a_link_is_found_again() -> None:
+    link, errors = fitting.link(link_samples(), {**FACTS, "backend": "gloo"})
+    (row,) = link.curves["all_reduce"]
+    assert (row.ranks, row.origin) == (4, "measured")
+    assert row.alpha_seconds == pytest.approx(2e-4, rel=0.02)
+    assert row.bytes_per_second == pytest.approx(1.5e9, rel=0.02)
+    assert errors["all_reduce over 4"].median < 0.01
+    assert float(link.seconds("all_reduce", 1 << 27, 4)) == pytest.approx(2e-4 + 1.5 * (1 << 27) / 1.5e9, rel=0.02)
+
+
+def test_with_groups_at_once_measured_they_make_the_curve() -> None:
+    samples = link_samples(ranks=2, groups=1) + link_samples(ranks=2, groups=2, slower=3.0)
+    link, _ = fitting.link(samples, FACTS)
+    assert link.curves["all_reduce"][0].alpha_seconds == pytest.approx(6e-4, rel=0.05)
+
+
+def test_three_sizes_are_no_link() -> None:
+    with pytest.raises(fitting.TooFew, match="message sizes"):
+        fitting.link(link_samples()[:3], FACTS)
+
+
+def test_samples_are_read_back_as_written(tmp_path: Path) -> None:
+    samples = product_samples()[:3] + other_samples() + link_samples()
+    save_samples(tmp_path / "s.json", samples, host="here")
+    assert load_samples(tmp_path / "s.json") == (samples, {"host": "here"})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"samples": [{"op": "Matmul"}]}', '{"samples": [{"op": "os.system"}]}'])
+def test_another_file_is_not_taken_for_samples(tmp_path: Path, text: str) -> None:
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(InputError, match="samples"):
+        load_samples(tmp_path / "s.json")

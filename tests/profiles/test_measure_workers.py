@@ -1,0 +1,135 @@
+"""The profiler's workers as processes: started clear of a user's own folders, followed, ended, and a machine really measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiles.errors import AxisplanError
+from profiles.hardware import load_cluster
+from profiles.measure.launch import run_workers, torchrun_command
+from profiles.measure.links import measure_links
+from profiles.measure.machine import profile_machine
+from profiles.measure.samples import load_samples
+
+FOREIGN = "raise SystemExit('a foreign module was imported')\n"
+
+
+def workers() -> list[int]:
+    """Processes of this user that are profiler workers or their torchrun."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"profiles.measure.worker" in command and f"{os.getpid()}".encode() not in command:
+            found.append(int(folder.name))
+    return found
+
+
+def gone(processes: list[int], seconds: float = 10.0) -> bool:
+    """Whether every one of ``processes`` ends within ``seconds``."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not set(processes) & set(workers()):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_the_command_keeps_the_current_folder_off_the_path() -> None:
+    command = torchrun_command(2, "profiles.measure.worker", "a b", "c")
+    assert command.count("-P") == 2
+    assert command[-2:] == ["a b", "c"]
+    assert "--standalone" in command
+
+
+def test_a_machine_of_two_processes_is_measured_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder that holds modules of the same names, with a budget of seconds; nothing is left running."""
+    for name in ("profiles", "planner"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(FOREIGN)
+    (tmp_path / "torch.py").write_text(FOREIGN)
+    monkeypatch.chdir(tmp_path)
+    before = set(workers())
+    seen: list[float] = []
+    found = profile_machine(2, budget_seconds=5.0, device="cpu", dtypes=("fp32",), progress=lambda done, _: seen.append(done))
+    assert found.cluster is not None
+    assert found.links is not None
+    assert set(found.links.link.curves) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}  # type: ignore[union-attr]
+    assert seen == sorted(seen)
+    assert seen[-1] > 0.5
+    found.save(tmp_path / "this.yaml")
+    cluster = load_cluster(str(tmp_path / "this.yaml"))
+    assert cluster == found.cluster
+    assert (cluster.gpus, cluster.gpu.peaks["fp32"].origin, cluster.gpu.date) == (2, "measured", cluster.date)
+    assert cluster.collective_seconds("all_reduce", 1 << 20, 2) > cluster.collective_seconds("all_reduce", 1 << 10, 2) > 0
+    samples, facts = load_samples(tmp_path / "this.samples.json")
+    assert len(samples) == len(found.gpu.samples) + len(found.links.samples)
+    assert (facts["processes"], facts["world"], facts["backend"]) == (2, 2, "gloo")
+    assert not set(workers()) - before
+
+
+def test_a_worker_that_fails_is_one_line_and_the_other_does_not_wait_for_it() -> None:
+    job = {"device": "cpu", "links": {"axes": {"all": [[0, 7]]}, "kinds": ["all_reduce"], "sizes": [1024], "budget_seconds": 1}}
+    start = time.monotonic()
+    before = set(workers())
+    with pytest.raises(AxisplanError, match="profile: a worker failed") as caught:
+        run_workers(job, 2, timeout_seconds=60, on_record=lambda record: None)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start < 50
+    assert not set(workers()) - before
+
+
+def test_workers_that_take_too_long_are_ended() -> None:
+    before = set(workers())
+    with pytest.raises(AxisplanError, match="not done after 1 s"):
+        run_workers({"device": "cpu"}, 2, timeout_seconds=1.0, on_record=lambda record: None)
+    assert gone(list(set(workers()) - before))
+
+
+SCRIPT = """
+from profiles.measure.links import measure_links
+print("go", flush=True)
+result = measure_links(processes=2, device="cpu", budget_seconds=60, progress=lambda done, text: print(done, flush=True))
+print("interrupted", result.interrupted, len(result.samples) > 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_or_killed_profile_leaves_no_process(number: signal.Signals) -> None:
+    before = set(workers())
+    child = subprocess.Popen([sys.executable, "-P", "-c", SCRIPT], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert child.stdout is not None
+    for _ in range(4):
+        child.stdout.readline()
+    started = list(set(workers()) - before)
+    assert len(started) >= 2
+    os.kill(child.pid, number)
+    output, _ = child.communicate(timeout=30)
+    assert gone(started)
+    if number is signal.SIGINT:
+        assert child.returncode == 0
+        assert "interrupted True True" in output
+
+
+@pytest.mark.slow
+def test_groups_along_an_axis_alone_and_at_once() -> None:
+    axes = {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]]}
+    found = measure_links(
+        axes, processes=4, device="cpu", kinds=["all_reduce"], sizes=[1 << p for p in (10, 14, 18, 20)], budget_seconds=6
+    )
+    assert found is not None
+    timed: set[tuple[Any, ...]] = {(s.operation.axis, s.stride, s.groups) for s in found.samples if not s.failed}
+    assert {("tp", 1, 2), ("tp", 1, 1), ("dp", 2, 2), ("dp", 2, 1)} <= timed
+    assert set(found.contention) == {"tp", "dp"}
+    assert found.link is not None
