@@ -137,7 +137,7 @@ def test_c16_fp8_carries_its_casts_and_its_copies() -> None:
     job = Job(load_model("llama-3-8b"), load_cluster("h100-sxm:1x8"), load_execution("fsdp"), 8192, 64)
     low = replace(job, precision="fp8")
     text = "dp=8,zero=3,micro_batch=2"
-    assert step(low, text).seconds["pointwise"] > 1.3 * step(job, text).seconds["pointwise"]
+    assert step(low, text).seconds["pointwise"] > 1.1 * step(job, text).seconds["pointwise"]
     layout = Layout.parse(text, 8)
     saved = [stage_memory(j, layout)[0].activations for j in (job, low)]
     assert saved[1] > 0.6 * saved[0]
