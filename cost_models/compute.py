@@ -26,10 +26,9 @@ ARCHITECTURES = {
     "hopper": ("h100", "h800", "h200", "h20", "gh200"),
     "blackwell": ("b200", "b300", "gb200", "gb300"),
 }  # fmt: skip
-JITTER = {1: 1.0, 2: 1.1, 4: 1.13, 8: 1.5}
+JITTER = {1: 1.0, 2: 1.1, 4: 1.05, 8: 1.5}
 """Growth of the launch floor with TP: every process must be ready for every collective, so jitter takes the slowest. From
-vTrain's single-node runs, hidden 1024: 3.05 ms a layer at TP 1, 3.35, 3.45, 4.6-4.8 at TP 2, 4, 8 (modelling-notes.md section
-7)."""
+vTrain's single-node runs: 3.05 ms a layer at TP 1, 3.35 at TP 2, 3.0-3.45 at TP 4, 4.6-4.8 at TP 8 (modelling-notes.md, 7)."""
 UNFUSED_ACTIVATIONS = {"relu2": (2.0, 2.3), "silu": (1.7, 2.0), "gelu": (1.0, 1.0), "clamped_swiglu": (8.7, 9.0)}
 """(forward, backward) bytes of an activation run kernel by kernel over those of one fused kernel: squared ReLU is a ReLU and a
 square; SwiGLU a sigmoid-product and a product; GPT-OSS's clamp, bias, scale and SwiGLU are about 13 passes, 52 and 90 bytes an
