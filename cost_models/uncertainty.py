@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from statistics import NormalDist
 
 from cost_models.job import Job
+from cost_models.layer_cost import LOW_PRECISION
 from cost_models.layout import Layout
 from profiles.gpu import AttentionCurve, MatmulCurve
 
@@ -20,14 +21,16 @@ ORIGIN_ERROR = {"measured": 0.04, "fitted": 0.06, "datasheet": 0.08, "estimate":
 """Relative standard error of a rate by the origin of its constants, where no held-out error is known (hardware/README.md section 2:
 transfer to a GPU without data costs about 10 %, boxes of one Blackwell type differ by 20 %)."""
 CAUSE_ERROR = {
-    "pointwise": 0.20, "recompute": 0.06, "host": 0.30, "optimizer": 0.20, "overhead": 0.50, "stragglers": 0.60,
-    "communication.tp": 0.20, "communication.cp": 0.25, "communication.ep": 0.25, "communication.etp": 0.20,
-    "communication.dp": 0.30,
-    "communication.edp": 0.30, "communication.pp": 0.30, "bubble": 0.10,
+    "pointwise": 0.13, "recompute": 0.05, "host": 0.40, "optimizer": 0.20, "overhead": 0.40, "stragglers": 0.50,
+    "communication.tp": 0.15, "communication.cp": 0.25, "communication.ep": 0.30, "communication.etp": 0.20,
+    "communication.dp": 0.30, "communication.edp": 0.30, "communication.pp": 0.30, "bubble": 0.10,
 }  # fmt: skip
 """Relative standard error of what is not a GPU curve: collectives 7-14 % in their tables and as much again for overlap; pointwise
 and host work depend on kernels that were not seen."""
-OWN_ERROR = 0.035
+SHAPES_ERROR, LIBRARIES_ERROR, KERNELS_ERROR = 0.015, 0.05, 0.05
+"""Beyond a curve's held-out error: a layer's mix of shapes; the libraries' generation, in 8 and 4 bits (releases of one run
+differ by 2-15 %); the attention kernel's (``data/attention_kernels.yaml``)."""
+OWN_ERROR = 0.025
 """Relative standard error of a step by itself: repeats of published runs differ by 1-4 %, releases of one by up to 10 %."""
 EIGHTY = NormalDist().inv_cdf(0.9)
 """Standard errors on either side of an 80 % interval."""
@@ -37,8 +40,9 @@ def cause_errors(job: Job) -> dict[str, float]:
     """Relative standard error of each cause for ``job``."""
     gpu, precision = job.cluster.gpu, job.precision
     errors = dict(CAUSE_ERROR)
-    errors["matmul"] = math.hypot(_curve_error(gpu.curves.get(precision) or next(iter(gpu.curves.values()))), 0.02)
-    errors["attention"] = math.hypot(_curve_error(gpu.attention), 0.06)
+    mixed = LIBRARIES_ERROR if precision in LOW_PRECISION else SHAPES_ERROR
+    errors["matmul"] = math.hypot(_curve_error(gpu.curves.get(precision) or next(iter(gpu.curves.values()))), mixed)
+    errors["attention"] = math.hypot(_curve_error(gpu.attention), KERNELS_ERROR)
     return errors
 
 
