@@ -169,7 +169,7 @@ class Execution(TimeFacts):
     router_fp32: bool = False
     """The router's product runs in fp32, on an fp32 copy of its input and weight that is kept."""
     route_bytes: float = 8.0
-    """Bytes of indices kept for each routed row (source, order, place)."""
+    """Bytes of an index kept for each routed row: source and order where it leaves, place where it arrives."""
     router_collectives: bool = False
     """Token counts are exchanged over EP and ETP, and the balance loss's counts are summed over TP and CP, in every forward."""
     moe_buffers: float = 1.0

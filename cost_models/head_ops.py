@@ -23,7 +23,8 @@ def embedding_operations(local: Local) -> LayerCost:
     size = local.tokens * width * local.bytes
     b.forward.append(Pointwise(2 * size, 1, "embedding"))
     b.weight_pass("embedding", 3 * size)
-    b.keep("token_ids", 8 * local.tokens)
+    masked = where(local.degrees.tp > 1, 1, 0) if execution.vocab_parallel else 0
+    b.keep("token_ids", (8 + masked) * local.tokens)
     if execution.vocab_parallel:
         b.leave_tensor_parallel("embedding_out", local.tokens * width)
     if model.learned_positions:

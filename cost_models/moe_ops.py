@@ -77,7 +77,8 @@ def moe_operations(local: Local, ffn: Moe, *, entry: Entry, post_norm: bool) -> 
     b.pointwise("permute", permute, permute, 2 if execution.permute_fusion else 5)
     _exchange(b, ffn, factor, "dispatch")
     b.keep("experts_input", rows * h * local.input_bytes, weight=True)
-    b.keep("experts_route", execution.route_bytes * rows)
+    moved = where(degrees.ep * degrees.etp > 1, rows, 0)
+    b.keep("experts_route", execution.route_bytes * (2 * mine * ffn.top_k + moved))
     _experts(b, ffn, rows, width)
     if not execution.expert_weight_on_input:
         b.keep("experts_output", mine * ffn.top_k * h * size)
@@ -110,7 +111,7 @@ def _router(b: Builder, ffn: Moe, mine: Number) -> None:
     local, execution, degrees, h = b.local, b.local.execution, b.local.degrees, b.local.model.hidden
     b.linear("router", mine, ffn.experts, h, dtype="fp32" if execution.router_fp32 else local.dtype)
     b.pointwise("router_probabilities", 12 * mine * ffn.experts, 12 * mine * ffn.experts, 4)
-    b.keep("router_probabilities", 9 * mine * ffn.experts)
+    b.keep("router_probabilities", mine * (4 * ffn.experts + 14 * ffn.top_k + 4))
     if execution.router_fp32 and local.bytes < 4:
         b.keep("router_input", 4 * mine * h)
         b.keep("router_weight", 4 * ffn.experts * h)

@@ -62,6 +62,19 @@ class _ScatterRows(torch.autograd.Function):
         return _gather_rows(grads[0].contiguous(), *ctx.way), None, None
 
 
+class Place(torch.autograd.Function):
+    """Row i of ``x`` to row ``index[i]`` of ``count`` rows, zeros elsewhere. Saves the index alone (``index_copy`` saves the rows)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
 def _gather_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
     if len(set(counts)) == 1:
         return all_gather(x, axis)
@@ -127,7 +140,7 @@ class Dispatcher:
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         """The way back: results in ``route.order``."""
         if route.arrange is not None:
-            rows = torch.empty_like(rows).index_copy(0, route.arrange, rows)
+            rows = Place.apply(rows, route.arrange, len(rows))
         if self.etp.size > 1:
             rows = _ScatterRows.apply(rows, self.etp, route.gathered)
         if self.ep.size > 1:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.runtime.collectives import all_gather, all_reduce
-from planner.runtime.expert import Dispatcher, Experts
+from planner.runtime.expert import Dispatcher, Experts, Place
 from planner.runtime.mesh import Axis, Mesh
 from planner.runtime.mlp import MlpBlock
 from planner.runtime.parameter import parameter, whole
@@ -178,7 +178,7 @@ class MoeBlock(nn.Module):
         results = self.dispatcher.combine(
             self.experts(self.dispatcher.dispatch(rows[route.order // k], route), route.per_expert), route
         )
-        placed = rows.new_zeros(s * b * k, h).index_copy(0, route.order, results)
+        placed = Place.apply(results, route.order, s * b * k)
         out = (placed.view(s * b, k, h) * weights.to(rows.dtype).unsqueeze(-1)).sum(1).view(s, b, h)
         loss = self._balance(experts.view(s, b, k), scores.view(s, b, -1))
         if loss is not None:
