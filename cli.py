@@ -339,21 +339,38 @@ def demo(**options: Any) -> None:
     run_demo(DemoSettings(**options), screen.console())
 
 
+TARGETS = ("axisplan", "megatron", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
+LAUNCHERS = ("torchrun", "slurm", "kubernetes", "skypilot")
+
+
 @command("emit", "axisplan emit plan.json --target axisplan --launcher torchrun --out launch")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--target", type=click.Choice(("axisplan",)), default="axisplan", show_default=True)
-@click.option("--launcher", type=click.Choice(("torchrun",)), default="torchrun", show_default=True)
-@click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Training text or prepared data.")
+@click.option("--target", type=click.Choice(TARGETS), default="axisplan", show_default=True)
+@click.option("--launcher", type=click.Choice(LAUNCHERS), default="torchrun", show_default=True)
+@click.option("--data", multiple=True, help="Training text or prepared data (other targets: data in the target's own form).")
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=3e-4, show_default=True)
+@click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="A launcher's option: partition=gpu, image=NAME.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
-def emit(plan: Path, target: str, launcher: str, data: tuple[Path, ...], steps: int, out: Path) -> None:
+def emit(plan: Path, target: str, launcher: str, data: tuple[str, ...], extra: tuple[str, ...], out: Path, **numbers: Any) -> None:
     """The launch files of a plan: a folder with the plan, the settings, launch.sh and a README."""
-    from planner.emit.axisplan_runtime import emit_axisplan
+    from planner.emit.core import EmitSettings
+    from planner.emit.core import emit as write
     from planner.plan import Plan
 
-    settings = {"steps": steps, "data": [os.path.relpath(path.resolve(), out.resolve()) for path in data]}
-    for path in emit_axisplan(Plan.load(plan), out, settings, launcher):
+    folder = out.resolve()
+    found = tuple(os.path.relpath(Path(d).resolve(), folder) if target == "axisplan" else d for d in data)
+    settings = EmitSettings(data=found, options=pairs_of("--set", extra), **numbers)
+    for path in write(Plan.load(plan), target, launcher, out, settings):
         click.echo(path)
+
+
+def pairs_of(name: str, given: tuple[str, ...]) -> dict[str, str]:
+    """``KEY=VALUE`` options as a mapping."""
+    bad = next((p for p in given if "=" not in p), None)
+    if bad is not None:
+        raise InputError(name, bad, "must read key=value", f"{bad}=1")
+    return dict(p.split("=", 1) for p in given)
 
 
 @command("run", "axisplan run plan.json --data notes.txt --steps 100")

@@ -158,12 +158,12 @@ def instead(plan: Plan, runner: RunnerUp) -> Plan:
 
 def emitted(run: Run, settings: DemoSettings, text: tuple[Path, ...], out: Console) -> None:
     """The launch folder of a plan."""
-    from planner.emit.axisplan_runtime import emit_axisplan
+    from planner.emit.core import EmitSettings, emit
 
     out.rule(f"3. emit and run: the {run.name}", align="left")
     folder = run.folder.resolve()
-    data = [os.path.relpath(path, folder) for path in text]
-    emit_axisplan(run.plan, folder, {"steps": settings.steps, "learning_rate": 1e-3, "data": data})
+    data = tuple(os.path.relpath(path, folder) for path in text)
+    emit(run.plan, "axisplan", "torchrun", folder, EmitSettings(steps=settings.steps, learning_rate=1e-3, data=data))
     out.print(f"{run.plan.layout_text}\n{run.folder / 'launch.sh'} starts it", soft_wrap=True)
 
 
