@@ -146,7 +146,7 @@ class MoeBlock(nn.Module):
         self.experts = Experts(spec, hidden, layers, mesh, recompute, dtype, device)
         self.dispatcher = Dispatcher(mesh, spec.experts)
         if spec.shared_width:
-            shared = Mlp(width=spec.shared_width, gated=spec.gated, bias=spec.bias, activation=spec.activation)
+            shared = Mlp(width=spec.shared_width, gated=spec.gated, bias=spec.shared_bias, activation=spec.activation)
             self.shared_experts = MlpBlock(shared, hidden, layers, tp, recompute, dtype, device)
         if spec.shared_gate:
             self.shared_expert_gate = parameter(tp.replicated(1, hidden), dtype, device)
