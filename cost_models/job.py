@@ -33,8 +33,8 @@ class Job:
     lora_rank: int = 0
     """Rank of LoRA adapters beside every linear layer, the weights themselves frozen; 0 = the weights are trained."""
     frozen: tuple[str, ...] = ()
-    """Parts of the model that are not trained (``embedding``, ``head``, ``attention``, ``mlp``, ``experts``, ``shared``, ``router``,
-    ``norm``, ``state_space``, ``mtp``)."""
+    """Parts of the model that are not trained (``embedding``, ``head``, ``attention``, ``mlp``, ``experts``, ``shared``,
+    ``router``, ``norm``, ``state_space``, ``mtp``)."""
 
     @property
     def tokens(self) -> int:

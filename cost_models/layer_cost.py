@@ -167,7 +167,6 @@ class Local:
         return self.execution.fp8_input_bytes if self.low_precision else float(self.bytes)
 
 
-
 @dataclass
 class Builder:
     """Collects a block's operations. Blocks add in forward order; backward lists are reversed at the end."""

@@ -63,7 +63,7 @@ class _ScatterRows(torch.autograd.Function):
 
 
 class Place(torch.autograd.Function):
-    """Row i of ``x`` to row ``index[i]`` of ``count`` rows, zeros elsewhere. Saves the index alone (``index_copy`` saves the rows)."""
+    """Row i of ``x`` to row ``index[i]`` of ``count`` rows, zeros elsewhere. Saves the index (``index_copy`` saves the rows)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, count: int) -> Tensor:

@@ -15,7 +15,9 @@ def test_the_presets_people_name_are_built_in(name: str) -> None:
 def test_every_fact_of_a_preset_names_its_source(name: str) -> None:
     execution = load_execution(name)
     plain = Execution()
-    differing = [f for f in plain.__dataclass_fields__ if f not in ("name", "sources") and getattr(execution, f) != getattr(plain, f)]
+    differing = [
+        f for f in plain.__dataclass_fields__ if f not in ("name", "sources") and getattr(execution, f) != getattr(plain, f)
+    ]
     assert [f for f in differing if execution.source_of(f) == "default"] == []
 
 

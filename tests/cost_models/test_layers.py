@@ -76,7 +76,8 @@ def test_two_norms_keep_2sbh_each_and_sequence_parallelism_changes_only_the_repl
     changed = {s.name for s, u in zip(without.saved, with_sp.saved, strict=True) if s.bytes != u.bytes}
     assert sum(s.bytes for s in without.saved if s.name in changed) == 10 * sbh
     assert changed == {
-        "attention_norm_input", "attention_norm_output", "mlp_norm_input", "mlp_norm_output", "attention_dropout_mask", "mlp_dropout_mask",
+        "attention_norm_input", "attention_norm_output", "mlp_norm_input", "mlp_norm_output",
+        "attention_dropout_mask", "mlp_dropout_mask",
     }  # fmt: skip
 
 
@@ -187,7 +188,10 @@ def test_ulysses_moves_query_key_value_and_output_and_ring_only_key_value() -> N
     model = gpt(4096, 32)
     one = cost(model, seq_len=8192, cp=4, cp_kind="ulysses")
     tokens, element = 8192 // 4, 2
-    assert collectives(one.forward, "ulysses") == [("all_to_all", 3 * tokens * 4096 * element), ("all_to_all", tokens * 4096 * element)]
+    assert collectives(one.forward, "ulysses") == [
+        ("all_to_all", 3 * tokens * 4096 * element),
+        ("all_to_all", tokens * 4096 * element),
+    ]
     ring = cost(model, seq_len=8192, cp=4)
     assert [(op.bytes * op.count) for op in ring.forward if isinstance(op, Collective)] == [3 * 2 * tokens * 4096 * element]
 
@@ -383,7 +387,8 @@ def test_the_embedding_has_no_input_gradient_of_its_own() -> None:
 LAYOUTS = [
     Layout(tp=tp, sp=tp > 1, cp=cp, ep=ep, etp=etp, micro_batch=mb, dp_shard=dp, cp_kind=kind)
     for tp, cp, ep, etp, mb, dp, kind in [
-        (1, 1, 1, 1, 1, 8, "ring"), (2, 2, 4, 1, 2, 8, "ring"), (4, 4, 8, 2, 1, 4, "ring"), (8, 2, 2, 4, 4, 2, "ulysses"), (2, 4, 8, 1, 1, 2, "ulysses"),
+        (1, 1, 1, 1, 1, 8, "ring"), (2, 2, 4, 1, 2, 8, "ring"), (4, 4, 8, 2, 1, 4, "ring"), (8, 2, 2, 4, 4, 2, "ulysses"),
+        (2, 4, 8, 1, 1, 2, "ulysses"),
         (2, 4, 1, 1, 3, 1, "ring2xulysses2"),
     ]
 ]  # fmt: skip

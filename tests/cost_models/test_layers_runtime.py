@@ -1,5 +1,5 @@
-"""The operations of ``cost_models.layers`` against the runtime's own modules, run for one rank under a fake process group: kept bytes
-to the byte, collectives by axis, FLOPs of every product."""
+"""The operations of ``cost_models.layers`` against the runtime's own modules, run for one rank under a fake process group: kept
+bytes to the byte, collectives by axis, FLOPs of every product."""
 
 from __future__ import annotations
 
@@ -43,11 +43,16 @@ FEEDS = {
     "shared": Moe(experts=16, top_k=2, width=128, shared_width=128),
 }
 CASES = [
-    ("gqa", "gated", "tp=1", 1), ("gqa", "plain", "tp=1,micro_batch=2", 1), ("qk_norm", "gated", "tp=1", 1), ("mla", "gated", "tp=1", 1),
-    ("mla_no_q", "gated", "tp=2", 2), ("gqa", "moe", "tp=1", 1), ("gqa", "shared", "tp=1", 1), ("gqa", "parallel", "tp=1", 1),
-    ("gqa", "gated", "tp=4", 4), ("gqa", "gated", "tp=8", 8), ("gqa", "gated", "tp=4,sp=false", 4), ("mla", "gated", "tp=4", 4),
-    ("gqa", "parallel", "tp=4", 4), ("gqa", "shared", "tp=4", 4), ("gqa", "moe", "ep=4", 4), ("gqa", "moe", "tp=2,ep=4,etp=2", 8),
-    ("gqa", "shared", "tp=2,ep=4,sp=false", 8), ("gqa", "gated", "cp=4", 4), ("gqa", "gated", "cp=4,cp_kind=allgather", 4),
+    ("gqa", "gated", "tp=1", 1), ("gqa", "plain", "tp=1,micro_batch=2", 1), ("qk_norm", "gated", "tp=1", 1),
+    ("mla", "gated", "tp=1", 1),
+    ("mla_no_q", "gated", "tp=2", 2), ("gqa", "moe", "tp=1", 1), ("gqa", "shared", "tp=1", 1),
+    ("gqa", "parallel", "tp=1", 1),
+    ("gqa", "gated", "tp=4", 4), ("gqa", "gated", "tp=8", 8), ("gqa", "gated", "tp=4,sp=false", 4),
+    ("mla", "gated", "tp=4", 4),
+    ("gqa", "parallel", "tp=4", 4), ("gqa", "shared", "tp=4", 4), ("gqa", "moe", "ep=4", 4),
+    ("gqa", "moe", "tp=2,ep=4,etp=2", 8),
+    ("gqa", "shared", "tp=2,ep=4,sp=false", 8), ("gqa", "gated", "cp=4", 4),
+    ("gqa", "gated", "cp=4,cp_kind=allgather", 4),
     ("gqa", "gated", "cp=4,cp_kind=ulysses", 4), ("gqa", "gated", "cp=8,cp_kind=ulysses", 8), ("gqa", "shared", "tp=2,cp=2,ep=4", 8),
     ("mla", "shared", "tp=2,cp=4,cp_kind=ring2xulysses2,ep=8", 8),
 ]  # fmt: skip

@@ -159,9 +159,7 @@ def test_stages_hold_every_layer_once_and_the_ends(text: str) -> None:
 
 def test_dualpipe_holds_two_copies_of_the_layers() -> None:
     work = job("llama-3.1-8b")
-    once, twice = (
-        sum(stage_states(work, Layout(pp=4, schedule=s), r).parameters for r in range(4)) for s in ("1f1b", "dualpipe")
-    )
+    once, twice = (sum(stage_states(work, Layout(pp=4, schedule=s), r).parameters for r in range(4)) for s in ("1f1b", "dualpipe"))
     assert twice == 2 * once
 
 
