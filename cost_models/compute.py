@@ -129,10 +129,17 @@ def kernel_table() -> dict[str, Any]:
 
 
 @cache
+def product_table() -> dict[str, Any]:
+    """``data/product_speed.yaml``: library generation -> architecture -> {value, origin, source}."""
+    text = (resources.files("cost_models") / "data" / "product_speed.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.safe_load(text)
+    return table
+
+
+@cache
 def product_speed(libraries: str, arch: str) -> float:
     """Speed of 8- and 4-bit matrix products of a library generation relative to the GPU's curve."""
-    text = (resources.files("cost_models") / "data" / "product_speed.yaml").read_text(encoding="utf-8")
-    return float(yaml.safe_load(text).get(libraries, {}).get(arch, {"value": 1.0})["value"])
+    return float(product_table().get(libraries, {}).get(arch, {"value": 1.0})["value"])
 
 
 @cache
