@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from profiles.errors import AxisplanError
 from profiles.hardware import load_cluster
 from profiles.measure.launch import run_workers, torchrun_command
+from profiles.measure.layer import measure_layer
 from profiles.measure.links import measure_links
 from profiles.measure.machine import profile_machine
 from profiles.measure.samples import load_samples
@@ -22,27 +24,35 @@ from profiles.measure.samples import load_samples
 FOREIGN = "raise SystemExit('a foreign module was imported')\n"
 
 
-def workers() -> list[int]:
-    """Processes of this user that are profiler workers or their torchrun."""
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Jobs of these tests lie in a folder of their own, by whose name their processes are told from others'."""
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def workers(folder: Path) -> list[int]:
+    """Processes (torchrun and its workers) whose job lies in ``folder``."""
     found = []
-    for folder in Path("/proc").iterdir():
+    for process in Path("/proc").iterdir():
         try:
-            command = (folder / "cmdline").read_bytes()
+            command = (process / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"profiles.measure.worker" in command and f"{os.getpid()}".encode() not in command:
-            found.append(int(folder.name))
+        if str(folder).encode() in command:
+            found.append(int(process.name))
     return found
 
 
-def gone(processes: list[int], seconds: float = 10.0) -> bool:
-    """Whether every one of ``processes`` ends within ``seconds``."""
+def gone(folder: Path, seconds: float = 20.0) -> bool:
+    """Whether every process of a job in ``folder`` ends within ``seconds``."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not set(processes) & set(workers()):
-            return True
+    while workers(folder) and time.monotonic() < end:
         time.sleep(0.1)
-    return False
+    return not workers(folder)
 
 
 def test_the_command_keeps_the_current_folder_off_the_path() -> None:
@@ -52,14 +62,15 @@ def test_the_command_keeps_the_current_folder_off_the_path() -> None:
     assert "--standalone" in command
 
 
-def test_a_machine_of_two_processes_is_measured_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_of_two_processes_is_measured_and_read_back(
+    tmp_path: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From a folder that holds modules of the same names, with a budget of seconds; nothing is left running."""
     for name in ("profiles", "planner"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(FOREIGN)
     (tmp_path / "torch.py").write_text(FOREIGN)
     monkeypatch.chdir(tmp_path)
-    before = set(workers())
     seen: list[float] = []
     found = profile_machine(2, budget_seconds=5.0, device="cpu", dtypes=("fp32",), progress=lambda done, _: seen.append(done))
     assert found.cluster is not None
@@ -75,25 +86,23 @@ def test_a_machine_of_two_processes_is_measured_and_read_back(tmp_path: Path, mo
     samples, facts = load_samples(tmp_path / "this.samples.json")
     assert len(samples) == len(found.gpu.samples) + len(found.links.samples)
     assert (facts["processes"], facts["world"], facts["backend"]) == (2, 2, "gloo")
-    assert not set(workers()) - before
+    assert not workers(own_folder)
 
 
-def test_a_worker_that_fails_is_one_line_and_the_other_does_not_wait_for_it() -> None:
+def test_a_worker_that_fails_is_one_line_and_the_other_does_not_wait_for_it(own_folder: Path) -> None:
     job = {"device": "cpu", "links": {"axes": {"all": [[0, 7]]}, "kinds": ["all_reduce"], "sizes": [1024], "budget_seconds": 1}}
     start = time.monotonic()
-    before = set(workers())
     with pytest.raises(AxisplanError, match="profile: a worker failed") as caught:
         run_workers(job, 2, timeout_seconds=60, on_record=lambda record: None)
     assert "\n" not in str(caught.value)
     assert time.monotonic() - start < 50
-    assert not set(workers()) - before
+    assert not workers(own_folder)
 
 
-def test_workers_that_take_too_long_are_ended() -> None:
-    before = set(workers())
+def test_workers_that_take_too_long_are_ended(own_folder: Path) -> None:
     with pytest.raises(AxisplanError, match="not done after 1 s"):
         run_workers({"device": "cpu"}, 2, timeout_seconds=1.0, on_record=lambda record: None)
-    assert gone(list(set(workers()) - before))
+    assert gone(own_folder)
 
 
 SCRIPT = """
@@ -106,17 +115,15 @@ print("interrupted", result.interrupted, len(result.samples) > 0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_or_killed_profile_leaves_no_process(number: signal.Signals) -> None:
-    before = set(workers())
+def test_an_interrupted_or_killed_profile_leaves_no_process(number: signal.Signals, own_folder: Path) -> None:
     child = subprocess.Popen([sys.executable, "-P", "-c", SCRIPT], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert child.stdout is not None
     for _ in range(4):
         child.stdout.readline()
-    started = list(set(workers()) - before)
-    assert len(started) >= 2
+    assert len(workers(own_folder)) >= 3
     os.kill(child.pid, number)
     output, _ = child.communicate(timeout=30)
-    assert gone(started)
+    assert gone(own_folder)
     if number is signal.SIGINT:
         assert child.returncode == 0
         assert "interrupted True True" in output
@@ -133,3 +140,31 @@ def test_groups_along_an_axis_alone_and_at_once() -> None:
     assert {("tp", 1, 2), ("tp", 1, 1), ("dp", 2, 2), ("dp", 2, 1)} <= timed
     assert set(found.contention) == {"tp", "dp"}
     assert found.link is not None
+
+
+INSIDE = """
+from profiles.measure.links import measure_links
+result = measure_links(sizes=[1 << 10, 1 << 12, 1 << 14, 1 << 16], kinds=["broadcast"], device="cpu", budget_seconds=3)
+print("RESULT", None if result is None else list(result.link.curves), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_in_a_world_that_torchrun_started_rank_0_has_the_result(tmp_path: Path) -> None:
+    (tmp_path / "inside.py").write_text(INSIDE)
+    head = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*head, str(tmp_path / "inside.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(done.stdout.splitlines()) == ["RESULT None", "RESULT ['broadcast']"]
+
+
+@pytest.mark.slow
+def test_a_layer_is_measured_by_two_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import torch\ndef make(micro_batch, seq_len): return torch.nn.Linear(32, 32), torch.randn(micro_batch, seq_len, 32)\n"
+    (tmp_path / "linear_here.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    profile = measure_layer("linear_here:make", micro_batches=[2], seq_lens=[16], processes=2, device="cpu", budget_seconds=1)
+    (row,) = profile.rows
+    assert (profile.processes, row.forward_flops, row.parameter_bytes) == (2, 2 * 32 * 32 * 32, (32 * 32 + 32) * 4)
