@@ -51,7 +51,7 @@ class Pool:
             command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve())]
             self.processes.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
-    def call(self, file: str | Path, function: str, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+    def call(self, file: str | Path, function: str, timeout: float = 240.0, **arguments: Any) -> list[Any]:
         """What ``function(**arguments)`` returned in each process, by rank."""
         if not self.processes:
             self.start()
@@ -106,10 +106,13 @@ def load(file: str | Path) -> ModuleType:
 def _serve() -> None:
     """What each process of a pool does: join, then answer calls until its input ends."""
     import datetime
+    import faulthandler
+    import signal
 
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)

@@ -85,7 +85,7 @@ def _scatter_rows(x: Tensor, axis: Axis, counts: list[int]) -> Tensor:
     if len(set(counts)) == 1:
         return reduce_scatter(x, axis)
     own = counts[axis.rank]
-    return all_to_all(x, axis, [own] * axis.size, counts).view(axis.size, own, -1).sum(0)
+    return all_to_all(x, axis, [own] * axis.size, counts).view(axis.size, own, x.shape[1]).sum(0)
 
 
 @dataclass(frozen=True)

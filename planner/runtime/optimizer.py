@@ -69,6 +69,15 @@ class ShardedAdamW:
         self.engine.step()
         self.publish()
 
+    def prepare(self, steps: int) -> None:
+        """Make the state that exists after ``steps`` updates (moments zero), for a checkpoint to be read into."""
+        for masters in self.masters:
+            for master in masters:
+                if master.numel() and steps:
+                    state = self.engine.state[master]
+                    state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=master.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+
     def publish(self) -> None:
         """Masters to the model (after an update, or after a checkpoint was read)."""
         for masters, owner in zip(self.masters, self.shards, strict=True):
@@ -86,4 +95,5 @@ class ShardedAdamW:
             elif what == "gradient":
                 yield from owner.pieces(owner.gradients)
             else:
-                yield from owner.pieces([self.engine.state[m][what] if m.numel() else m for m in masters])
+                if all(what in self.engine.state[m] for m in masters if m.numel()):
+                    yield from owner.pieces([self.engine.state[m][what] if m.numel() else m for m in masters])

@@ -7,7 +7,9 @@ pipeline, reduces gradients, clips, updates, and reports one line.
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from cost_models.layout import SPLIT_BACKWARD, Layout
-from planner.runtime import fully_sharded
+from planner.runtime import checkpoint, fully_sharded
 from planner.runtime.attention import Tokens
+from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.collectives import all_reduce, all_reduce_world
 from planner.runtime.context import spans, take
 from planner.runtime.data import Batch, Source, TokenFile, indices_of
@@ -69,6 +72,13 @@ class TrainSettings(BaseModel):
     reset_documents: bool = False
     """Attention and loss stay inside documents."""
     out: Path | None = None
+    """Where checkpoints and records go; None = nowhere."""
+    checkpoint_every: int = Field(0, ge=0)
+    """Steps between checkpoints (and one at the end); 0 = none."""
+    keep: int = Field(2, ge=1)
+    """Checkpoints kept."""
+    resume: bool = True
+    """Continue from the last whole checkpoint under ``out``."""
     timeout_seconds: float = Field(600.0, gt=0)
     """How long a collective may wait for another rank."""
 
@@ -178,16 +188,20 @@ class Trainer:
             shards.reduce()
         return local / self.mesh.tp.size
 
-    def step(self, number: int, batch: Batch) -> dict[str, float]:
-        """One step of training; loss and gradient norm before clipping."""
+    def step(self, number: int, batch: Batch, stop: bool = False) -> dict[str, float]:
+        """One step of training; loss, gradient norm before clipping, and how many ranks were asked to ``stop``.
+
+        Raises AxisplanError on every rank, before anything is updated, when the loss is not a number.
+        """
         local = self.gradients(batch)
-        loss, square = all_reduce_world(torch.stack((local, self.optimizer.squared_norm()))).tolist()
+        asked = torch.tensor(float(stop), dtype=torch.float64, device=self.device)
+        loss, square, stops = all_reduce_world(torch.stack((local, self.optimizer.squared_norm(), asked))).tolist()
         norm = square**0.5
         if not norm < float("inf"):
             raise AxisplanError(f"step {number + 1}: loss {loss}, gradient norm {norm}: not a number; nothing was updated or saved")
         clip = self.settings.clip
         self.optimizer.step(self.rate.at(number), min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
-        return {"loss": loss, "grad_norm": norm}
+        return {"loss": loss, "grad_norm": norm, "stop": stops}
 
     def batch(self, source: Source, number: int) -> Batch:
         """This rank's sequences of step ``number``."""
@@ -198,23 +212,76 @@ def run(
     model: ModelSpec, layout: Layout, settings: TrainSettings, device: torch.device, source: Source | None = None,
     record: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:  # fmt: skip
-    """Train. Rank 0 hands each step's record to ``record`` (default: one JSON line on stdout)."""
+    """Train. Rank 0 hands each step's record to ``record`` (default: one JSON line on stdout).
+
+    With ``out`` and ``checkpoint_every``, continues from the last whole checkpoint, whatever layout wrote it; on SIGTERM every rank
+    finishes its step, saves and leaves.
+    """
     memory = Memory(device)
     source = source or open_data(model, settings)
     trainer = Trainer(model, layout, settings, device)
-    for number in range(settings.steps):
-        start = time.perf_counter()
-        done = trainer.step(number, trainer.batch(source, number))
-        seconds = time.perf_counter() - start
-        line = {
-            "step": number + 1,
-            **done,
-            "seconds": seconds,
-            "tokens_per_second": settings.seq_len * settings.global_batch / seconds,
-        }
-        line["peak_bytes"] = memory.peak_of_all()
-        if dist.get_rank() == 0:
-            (record or print_record)(line)
+    saved = open_checkpoints(settings)
+    done = resume(trainer, saved) if saved is not None and settings.resume else 0
+    with Stop() as stop:
+        for number in range(done, settings.steps):
+            start = time.perf_counter()
+            line: dict[str, Any] = {"step": number + 1, **trainer.step(number, trainer.batch(source, number), stop.asked)}
+            leave = line.pop("stop") > 0
+            line["seconds"] = time.perf_counter() - start
+            line["tokens_per_second"] = settings.seq_len * settings.global_batch / line["seconds"]
+            line["peak_bytes"] = memory.peak_of_all()
+            if dist.get_rank() == 0:
+                (record or print_record)(line)
+            last = leave or number + 1 == settings.steps
+            if saved is not None and (last or (number + 1) % settings.checkpoint_every == 0):
+                saved.save(trainer, number + 1, checkpoint_facts(trainer), wait=last)
+            if leave:
+                break
+    if saved is not None:
+        saved.finish()
+
+
+def open_checkpoints(settings: TrainSettings) -> Checkpoints | None:
+    return Checkpoints(settings.out / "checkpoints", settings.keep) if settings.out and settings.checkpoint_every else None
+
+
+def checkpoint_facts(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint must agree with to be continued, and what wrote it."""
+    settings = trainer.settings
+    return {
+        "model": trainer.model.model_dump(mode="json"), "layout": trainer.layout.text(), "seed": settings.seed,
+        "seq_len": settings.seq_len, "global_batch": settings.global_batch,
+    }  # fmt: skip
+
+
+def resume(trainer: Trainer, saved: Checkpoints) -> int:
+    """Steps done by the last whole checkpoint, which is read; 0 where there is none. Raises InputError if it is another run's."""
+    path = checkpoint.latest(saved.folder)
+    if path is None:
+        return 0
+    facts, wanted = checkpoint.read_facts(path), checkpoint_facts(trainer)
+    for name in ("model", "seed", "seq_len", "global_batch"):
+        if facts[name] != wanted[name]:
+            what = "another model" if name == "model" else f"{name} {facts[name]}"
+            raise InputError("out", saved.folder.parent, f"holds a run with {what}; choose another folder, or resume=false")
+    return int(checkpoint.load(trainer, path)["step"])
+
+
+class Stop:
+    """SIGTERM asks for an end after the present step."""
+
+    asked = False
+
+    def __enter__(self) -> Stop:
+        self._before = signal.signal(signal.SIGTERM, self._ask) if threading.current_thread() is threading.main_thread() else None
+        return self
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
 
 def open_data(model: ModelSpec, settings: TrainSettings) -> TokenFile:

@@ -23,7 +23,7 @@ PROGRAMS = Path(__file__).resolve().parent / "programs.py"
 def processes() -> Callable[..., list[Any]]:
     """Run a function of programs.py in ``world`` processes: ``processes(4, "name", argument=...)``."""
 
-    def call(world: int, function: str, timeout: float = 60.0, file: Path = PROGRAMS, **arguments: Any) -> list[Any]:
+    def call(world: int, function: str, timeout: float = 240.0, file: Path = PROGRAMS, **arguments: Any) -> list[Any]:
         answers: list[Any] = distributed.pool(world).call(file, function, timeout, **arguments)
         return answers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from cost_models.layout import Layout
+from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.data import Batch, indices_of
-from planner.runtime.train import Trainer, TrainSettings
+from planner.runtime.train import Trainer, TrainSettings, checkpoint_facts, resume
 from profiles.model import Attention, LatentAttention, Layer, Mlp, Moe, ModelSpec, uniform
 
 CPU = torch.device("cpu")
@@ -39,10 +41,18 @@ def model_of(name: str, layers: int = 4, **changes: Any) -> ModelSpec:
             experts=8, top_k=3, width=16, router="sigmoid", selection_bias=True, scaling=2.5, groups=4, top_groups=2, shared_width=32
         )  # fmt: skip
         return ModelSpec.model_validate(
-            {"name": name, **fields, "kinds": (dense, Layer(mixer=attention, ffn=routed)), "pattern": (0, *(1,) * (layers - 1)), **changes}
+            {
+                "name": name,
+                **fields,
+                "kinds": (dense, Layer(mixer=attention, ffn=routed)),
+                "pattern": (0, *(1,) * (layers - 1)),
+                **changes,
+            }
         )
     elif name == "moe-qwen2":
-        layer = Layer(mixer=attention, ffn=Moe(experts=4, top_k=2, width=24, normalise_top_k=False, shared_width=16, shared_gate=True))
+        layer = Layer(
+            mixer=attention, ffn=Moe(experts=4, top_k=2, width=24, normalise_top_k=False, shared_width=16, shared_gate=True)
+        )
     elif name == "mla":
         mixer = LatentAttention(heads=4, q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)
         layer = Layer(mixer=mixer, ffn=Moe(experts=4, top_k=2, width=24, router="sigmoid", selection_bias=True, shared_width=16))
@@ -140,3 +150,30 @@ def losses(
         done = trainer.step(number, trainer.batch(data, number))
         out.append([done["loss"], done["grad_norm"]])
     return out
+
+
+def train_and_save(folder: str, layout: str, steps: int, more: int, **facts: Any) -> list[float]:
+    """Train ``steps`` steps, save, train ``more``: the losses of the latter."""
+    trainer, data = _trainer_and_data(layout, steps + more, **facts)
+    saved = Checkpoints(Path(folder))
+    for number in range(steps):
+        trainer.step(number, trainer.batch(data, number))
+    saved.save(trainer, steps, checkpoint_facts(trainer))
+    out = [trainer.step(n, trainer.batch(data, n))["loss"] for n in range(steps, steps + more)]
+    saved.finish()
+    return out
+
+
+def load_and_train(folder: str, layout: str, steps: int, more: int, **facts: Any) -> list[float]:
+    """Continue from the last checkpoint under ``folder``: the losses of ``more`` steps."""
+    trainer, data = _trainer_and_data(layout, steps + more, **facts)
+    done = resume(trainer, Checkpoints(Path(folder)))
+    assert done == steps
+    return [trainer.step(n, trainer.batch(data, n))["loss"] for n in range(steps, steps + more)]
+
+
+def _trainer_and_data(
+    layout: str, steps: int, model: str = "llama", settings: dict[str, Any] | None = None, changes: dict[str, Any] | None = None
+) -> tuple[Trainer, Synthetic]:
+    trainer = trainer_of(model, layout, {"steps": steps, **(settings or {})}, changes or {})
+    return trainer, Synthetic(trainer.model.vocab, trainer.settings.seq_len)

@@ -69,6 +69,8 @@ def test_uneven_loss_masks_count_over_the_whole_batch(gradients: Callable[..., d
     compare(gradients, 4, layout, "llama", source={"mask": mask})
 
 
-@pytest.mark.parametrize("layout", ["cp=4", "cp=4,cp_kind=ulysses", "cp=4,cp_kind=allgather", "cp=4,cp_kind=ring2xulysses2", "tp=2,pp=2"])
+@pytest.mark.parametrize(
+    "layout", ["cp=4", "cp=4,cp_kind=ulysses", "cp=4,cp_kind=allgather", "cp=4,cp_kind=ring2xulysses2", "tp=2,pp=2"]
+)
 def test_attention_stays_inside_documents_of_packed_sequences(gradients: Callable[..., dict[str, Any]], layout: str) -> None:
     compare(gradients, 4, layout, "llama" if "ulysses=4" not in layout else "gpt", source={"documents": True})

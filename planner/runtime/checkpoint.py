@@ -1,0 +1,172 @@
+"""Checkpoints with torch.distributed.checkpoint: readable under any layout, written beside training, never over a good one.
+
+``out/checkpoints/step-00000020/`` holds one checkpoint, ``out/checkpoints/latest`` the name of the last whole one: it is renamed
+into place after every rank has written and the metadata is there. A rank killed at any moment leaves it naming a whole checkpoint.
+
+Each rank writes the boxes of the whole parameters that it holds (masters and both moments), so a checkpoint knows nothing of the
+layout that wrote it. Saving copies a rank's boxes to host memory first (12 bytes a parameter of its shard) and writes them from a
+thread over a group of its own; loading reads each box into its place, without a copy of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from planner.runtime.data_parallel import Piece
+from profiles.errors import AxisplanError, InputError
+from profiles.files import write_text
+
+FORMAT = 1
+PARTS = ("parameter", "exp_avg", "exp_avg_sq")
+
+
+class Boxes(Tensor):
+    """The boxes of one named tensor that this rank holds, as torch.distributed.checkpoint's ``_Checkpointable``."""
+
+    pieces: list[Piece]
+
+    @staticmethod
+    def of(pieces: list[Piece]) -> Boxes:
+        made = torch.empty((), dtype=pieces[0].tensor.dtype).expand(pieces[0].shape).as_subclass(Boxes)  # a size without storage
+        made.pieces = pieces
+        return made
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(p.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(p), properties=TensorProperties(dtype=p.tensor.dtype), size=torch.Size(p.shape)
+                ),
+            )
+            for p in self.pieces
+        ]  # fmt: skip
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(p) for p in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(p.tensor for p in self.pieces if torch.Size(p.offsets) == index.offset)
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """Everything of a trainer that a checkpoint holds, by name; tensors are the live ones."""
+    together: dict[str, list[Piece]] = {}
+    for part in PARTS:
+        for piece in trainer.optimizer.pieces(part):
+            together.setdefault(f"{part}/{piece.name}", []).append(piece)
+    state: dict[str, Any] = {name: Boxes.of(pieces) for name, pieces in together.items()}
+    for decoder in trainer.decoders.values():
+        state |= {f"buffer/{name}": buffer for name, buffer in decoder.named_buffers()}
+    return state
+
+
+class Checkpoints:
+    """The checkpoints of one run. Made by every rank at the same point of the program."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+        self._group = dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def save(self, trainer: Any, step: int, facts: dict[str, Any], wait: bool = False) -> None:
+        """Write the state after ``step`` steps. Returns once it is copied to host memory; ``wait``: once it is written."""
+        self.finish()
+        state = {name: _copied(value) for name, value in state_of(trainer).items()}
+        target = self.folder / f"step-{step:08d}"
+        meta = {"format": FORMAT, "step": step, "world": dist.get_world_size(), **facts}
+        if dist.get_rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+        dist.barrier(self._group)
+        self._thread = threading.Thread(target=self._write, args=(state, target, meta), name="checkpoint")
+        self._thread.start()
+        if wait:
+            self.finish()
+
+    def _write(self, state: dict[str, Any], target: Path, meta: dict[str, Any]) -> None:
+        try:
+            dcp.save(state, checkpoint_id=target, process_group=self._group)
+            if dist.get_rank() == 0:
+                write_text(target / "axisplan.json", json.dumps(meta))
+                write_text(self.folder / "latest", target.name + "\n")
+                self._drop_old(target)
+            dist.barrier(self._group)
+        except BaseException as error:
+            self._failed = error
+
+    def _drop_old(self, newest: Path) -> None:
+        older = sorted(p for p in self.folder.glob("step-*") if p.is_dir() and p != newest)
+        for path in older[: max(0, len(older) - self.keep + 1)]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def finish(self) -> None:
+        """Wait for the save under way. Raises AxisplanError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise AxisplanError(f"the checkpoint could not be written: {' '.join(str(failed).split())[:300]}")
+
+
+def latest(folder: Path) -> Path | None:
+    """The last whole checkpoint under ``folder``, None where there is none."""
+    pointer = folder / "latest"
+    if not pointer.is_file():
+        return None
+    return folder / pointer.read_text(encoding="utf-8").strip()
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises InputError where it is none."""
+    try:
+        facts: dict[str, Any] = json.loads((path / "axisplan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("checkpoint", path, f"is not a whole checkpoint ({error})") from None
+    if facts.get("format") != FORMAT:
+        raise InputError("checkpoint", path, f"has format {facts.get('format')}; this axisplan reads {FORMAT}", FORMAT)
+    return facts
+
+
+def load(trainer: Any, path: Path) -> dict[str, Any]:
+    """Read a checkpoint, written under any layout, into a trainer of the same model; returns its facts."""
+    facts = read_facts(path)
+    trainer.optimizer.prepare(facts["step"])
+    try:
+        dcp.load(state_of(trainer), checkpoint_id=path)
+    except Exception as error:
+        line = " ".join(str(error).split())
+        raise InputError("checkpoint", path, f"does not fit this model: {line[:300]}") from None
+    trainer.optimizer.publish()
+    return facts
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Boxes):
+        return Boxes.of([Piece(p.name, p.shape, p.offsets, p.sizes, p.tensor.detach().to("cpu", copy=True)) for p in value.pieces])
+    return value.detach().to("cpu", copy=True)
+
+
+def names(path: Path) -> Iterable[str]:
+    """Names of the parameters in a checkpoint."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    return [n.removeprefix("parameter/") for n in metadata.state_dict_metadata if n.startswith("parameter/")]

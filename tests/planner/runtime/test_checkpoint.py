@@ -1,0 +1,28 @@
+"""Checkpoints: continued under another layout as if nothing had happened, and never destroyed by a death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.runtime.checkpoint import latest
+
+CHANGES = [
+    ("llama", (4, "tp=2,pp=2,micro_batch=2"), (4, "dp=4,zero=1")), ("llama", (4, "dp=4,zero=3"), (2, "dp=2,zero=1")),
+    ("gpt", (4, "dp=2,pp=2,zero=2"), (4, "tp=4")), ("mqa", (2, "dp=2,zero=1"), (4, "tp=4,sp=false")),
+    ("moe-v3", (4, "dp=4,ep=4"), (4, "tp=2,dp=2,ep=2,etp=2")), ("mla", (4, "pp=2,dp=2,ep=2,zero=3"), (1, "micro_batch=4")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "before", "after"), CHANGES)
+def test_training_continues_under_another_layout(
+    processes: Callable[..., list[Any]], tmp_path: Path, model: str, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    facts = {"folder": str(tmp_path), "steps": 3, "more": 3, "model": model}
+    expected = processes(before[0], "train_and_save", layout=before[1], **facts)[0]
+    got = processes(after[0], "load_and_train", layout=after[1], **facts)[0]
+    assert got == pytest.approx(expected, rel=1e-9)
+    assert latest(tmp_path) == tmp_path / "step-00000003"

@@ -1,0 +1,47 @@
+"""Training: the same losses under every layout, step after step; the schedule of the rate; precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from planner.runtime.optimizer import Schedule
+
+LAYOUTS = [
+    (4, "tp=2,pp=2,micro_batch=2", "gpt"), (4, "dp=4,zero=3", "llama"), (4, "dp=2,cp=2,zero=2", "llama"),
+    (4, "pp=2,dp=2,zero=1,schedule=zb-h1", "gpt"), (4, "tp=2,dp=2,ep=4", "moe"), (2, "pp=2,schedule=dualpipe-v", "mla-lite"),
+    (4, "dp=4,ep=2,zero=3", "moe-v3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "layout", "model"), LAYOUTS)
+def test_twenty_steps_give_the_losses_of_one_process(
+    processes: Callable[..., list[Any]], world: int, layout: str, model: str
+) -> None:
+    expected = processes(1, "losses", layout="micro_batch=8", steps=20, model=model)[0]
+    for got in processes(world, "losses", layout=layout, steps=20, model=model):
+        for (loss, norm), (wanted, wanted_norm) in zip(got, expected, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-9)
+            assert norm == pytest.approx(wanted_norm, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp=2,pp=2,micro_batch=2", "dp=2,tp=2,zero=2", "pp=2,dp=2,zero=3", "cp=2,dp=2,zero=1", "pp=2,dp=2,schedule=zb-h1"]
+)
+def test_bf16_keeps_wide_masters_and_follows_the_fp32_losses(processes: Callable[..., list[Any]], layout: str) -> None:
+    """A bf16 forward carries 8 bits: losses agree to about a percent, and fall as they do in fp32."""
+    settings = {"precision": "bf16"}
+    wide = processes(1, "losses", layout="micro_batch=8", steps=6, settings={"precision": "fp32"})[0]
+    got = processes(4, "losses", layout=layout, steps=6, settings=settings)[0]
+    for (loss, _), (wanted, _) in zip(got, wide, strict=True):
+        assert loss == pytest.approx(wanted, rel=0.01)
+
+
+def test_the_rate_warms_up_then_follows_half_a_cosine_to_its_floor() -> None:
+    rate = Schedule(peak=1.0, warmup=4, steps=14, shape="cosine", floor=0.1)
+    assert [rate.at(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert rate.at(9) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)))
+    assert rate.at(14) == pytest.approx(0.1)
