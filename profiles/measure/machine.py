@@ -16,7 +16,7 @@ from profiles.measure.gpu import Collector, GpuMeasurement, Progress
 from profiles.measure.launch import run_workers
 from profiles.measure.links import LinkMeasurement
 from profiles.measure.samples import save_samples
-from profiles.measure.timing import others_busy
+from profiles.measure.timing import Noise, others_busy
 
 GPU_SHARE = 0.55
 """Of the budget, for the device; the rest is for the links."""
@@ -32,6 +32,11 @@ class MachineMeasurement:
     links: LinkMeasurement | None
     cluster: ClusterSpec | None
     interrupted: bool = False
+
+    @property
+    def noise(self) -> Noise:
+        """The worse of the two parts'."""
+        return max((self.gpu.noise, *([self.links.noise] if self.links else [])), key=lambda n: (n.noisy, n.spread))
 
     def save(self, path: str | Path) -> None:
         """Writes the cluster as YAML that ``load_cluster`` reads, and the samples beside it (``.samples.json``)."""

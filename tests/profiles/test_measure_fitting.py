@@ -12,7 +12,9 @@ import pytest
 
 from profiles.errors import InputError
 from profiles.hardware import MatmulCurve
-from profiles.measure import fitting, plan
+from profiles.measure import fitting, plan, summary
+from profiles.measure.gpu import GpuMeasurement
+from profiles.measure.links import LinkMeasurement, contention
 from profiles.measure.samples import Sample, load_samples, save_samples
 from profiles.operations import Attend, Collective, Pointwise, wire_bytes
 
@@ -148,3 +150,29 @@ def test_another_file_is_not_taken_for_samples(tmp_path: Path, text: str) -> Non
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(InputError, match="samples"):
         load_samples(tmp_path / "s.json")
+
+
+def test_the_summary_of_a_measurement_says_how_well_it_fits_and_what_failed() -> None:
+    samples = product_samples() + other_samples()
+    profile = fitting.gpu_profile(samples, FACTS)
+    failed = [replace(samples[0], seconds=0.0, failed="out of memory")]
+    measured = GpuMeasurement(samples + failed, FACTS, profile, fitting.held_out_errors(profile, samples))
+    rows = dict(summary.gpu_rows(measured))
+    assert "held-out shapes: median 0 %" in rows["products, fp32"]
+    assert rows["launch"] == "20 us"
+    assert rows["not measured"] == "1: fp32 256 x 256 x 256: out of memory"
+    assert rows["noise"].startswith("quiet machine")
+    assert dict(summary.gpu_rows(GpuMeasurement([], {}, interrupted=True)))["fit"] == "none: interrupted after 0 samples"
+
+
+def test_the_summary_of_links_has_a_row_for_each_curve() -> None:
+    samples = link_samples()
+    link, errors = fitting.link(samples, FACTS)
+    rows = dict(summary.link_rows(LinkMeasurement(samples, FACTS, link, errors, {"tp": 1.5})))
+    assert rows["all-reduce over 4"].startswith("200 us + 1.5 GB/s; error on 8 held-out sizes: median 0 %")
+    assert rows["contention, tp"].startswith("1.50 x")
+
+
+def test_contention_is_all_groups_at_once_over_one_alone() -> None:
+    samples = link_samples(ranks=2, groups=1) + link_samples(ranks=2, groups=2, slower=3.0)
+    assert contention(samples) == {"axis": pytest.approx(3.0)}
