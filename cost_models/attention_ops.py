@@ -63,6 +63,20 @@ def rank_pairs(
     return between(length - length // parts, length)
 
 
+def packed_pairs(local: Local, ring: Number) -> Number:
+    """Pairs of the busiest of ``ring`` ranks when sequences are packed from the job's documents."""
+    from cost_models.packing import packing
+
+    def one(parts: int) -> float:
+        found = packing(local.job.documents, local.job.seq_len, parts, balanced=local.execution.cp_balanced)
+        return found.pairs / parts * found.imbalance
+
+    if isinstance(ring, np.ndarray):
+        values, places = np.unique(ring, return_inverse=True)
+        return np.array([one(int(v)) for v in values])[places]
+    return one(int(ring))
+
+
 def attention_operations(local: Local, mixer: Attention, *, entry: Entry, post_norm: bool, leave: bool = True) -> LayerCost:
     """The attention block of one layer: norm, projections, attention, output projection, residual.
 
@@ -178,7 +192,9 @@ def _attend(b: Builder, heads: Number, kv: Number, qk_dim: int, v_dim: int, wind
         _unfused(b, batch, local_heads, queries, qk_dim, v_dim)
     else:
         visible = local.job.seq_len
-        if execution.causal_skip:
+        if local.job.documents:
+            pairs = packed_pairs(local, ring)
+        elif execution.causal_skip:
             pairs = rank_pairs(visible, ring, balanced=execution.cp_balanced, window=window, chunk=chunk)
         else:
             pairs = queries * visible

@@ -30,6 +30,8 @@ class Job:
     moe_imbalance: float | None = None
     margin: float = 0.08
     memory_limit_bytes: float | None = None
+    documents: tuple[tuple[int, int], ...] = ()
+    """(length, count) of the documents that sequences are packed from (``cost_models.packing``); () = one document a sequence."""
     lora_rank: int = 0
     """Rank of LoRA adapters beside every linear layer, the weights themselves frozen; 0 = the weights are trained."""
     frozen: tuple[str, ...] = ()
