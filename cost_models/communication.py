@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from cost_models.compute import Compute
+from cost_models.compute import Compute, is_host
 from cost_models.execution import Execution
 from cost_models.layout import EXPERT_AXES, Layout
 from profiles.hardware import ClusterSpec
@@ -187,7 +187,7 @@ def exposed(
             seconds["tp"] += time * execution.tp_exposed
         elif op.axis == "tp" and overlap == "backward" and _behind(op, which):
             tp_behind += time
-        elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap:
+        elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap and not is_host(network.cluster.gpu):
             ring += time
         else:
             seconds[FAMILY.get(op.axis, op.axis)] += time

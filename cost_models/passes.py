@@ -309,7 +309,7 @@ def _with_sharding(
         scatter = 0.0
     before, after = gather, gather * (execution.gathers_per_microbatch - 1) + scatter
     work = recompute.seconds + backward_input.seconds + backward_weight.seconds
-    if execution.fsdp_prefetch:
+    if execution.fsdp_prefetch and not is_host(job.cluster.gpu):
         before, after = hidden(before, forward.seconds), hidden(after, work)
     return _add(forward, "dp", before), _add(backward_input, "dp", after)
 
