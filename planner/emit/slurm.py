@@ -1,0 +1,68 @@
+"""Slurm: ``sbatch job.sbatch`` from the launch folder.
+
+One task a node. A node's rank is its place in the allocation's host list, not the order in which tasks arrive (cases.md I02), and
+before training starts every node says which host it is and how many GPUs it sees: a tensor-parallel group that would leave its
+node (its rack, where one NVLink domain spans hosts) stops the job with the map of ranks.
+"""
+
+from __future__ import annotations
+
+from planner.emit.core import EmitSettings, Launch, Program, title
+from planner.emit.files import fill
+from planner.emit.options import IMAGE, TIME, WORD, Option, plain_name, read_options
+from planner.emit.readme import comment
+from planner.plan import Plan
+
+MOUNTS = Option(r"/[\w./+@-]*:/[\w./+@-]*(,/[\w./+@-]*:/[\w./+@-]*)*", "lists FROM:TO pairs of absolute paths", "/data:/data")
+OPTIONS = {
+    "partition": WORD, "account": WORD, "qos": WORD, "time": TIME, "constraint": WORD, "reservation": WORD, "mem": WORD,
+    "container": IMAGE, "mounts": MOUNTS,
+}  # fmt: skip
+"""``container`` and ``mounts`` are pyxis' ``--container-image`` and ``--container-mounts``."""
+
+
+def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
+    """``job.sbatch`` and ``node.sh``. Raises InputError for an option Slurm does not take."""
+    options = read_options("slurm", settings.options, OPTIONS)
+    cluster, layout = plan.job().cluster, plan.layout_object
+    per_node = cluster.gpus // cluster.hosts
+    lines = [f"#SBATCH --{name}={options[name]}" for name in OPTIONS if name not in ("container", "mounts") and options[name]]
+    if not cluster.gpu.name.startswith("cpu"):
+        lines.append(f"#SBATCH --gpus-per-node={per_node}")
+    within = group_place(layout.tp, per_node, next((lv.size for lv in cluster.levels if not lv.link.network), per_node))
+    if within == "rack":
+        lines.append(
+            f"##SBATCH --segment={-(-layout.tp // per_node)}  # Slurm 23.11 and later: hosts of one NVLink domain together"
+        )
+    container = [
+        f"--container-image={options['container']}",
+        '--container-mounts="$here:$here' + (f",{options['mounts']}" if options["mounts"] else "") + '"',
+    ]
+    job = fill(
+        "job.sbatch",
+        title=comment(title(plan)),
+        name=plain_name(str(plan.model["name"])),
+        nodes=str(cluster.hosts),
+        per_node=str(per_node),
+        processes=str(cluster.hosts * per_node),
+        tp=str(layout.tp),
+        within=within,
+        options="\n".join(lines),
+        container=" ".join(container) if options["container"] else "",
+        log=program.log,
+    )
+    files = {"job.sbatch": job, "node.sh": fill("node.sh"), "places.awk": fill("places.awk")}
+    arguments = " ".join(program.arguments)
+    notes = (
+        "Submit it from this folder. The job stops before training when a node is missing, has too few GPUs, or a "
+        "tensor-parallel group would leave its node; the log then has the map of ranks.",
+    )
+    return Launch(files, f"sbatch job.sbatch {arguments}".strip(), executable=("job.sbatch", "node.sh"), notes=notes)
+
+
+def group_place(tp: int, per_node: int, domain: int) -> str:
+    """What must hold a tensor-parallel group: its ``node``, its ``rack`` (an NVLink domain of several hosts), or nothing (``any``:
+    the plan itself spreads it further)."""
+    if tp <= per_node and per_node % tp == 0:
+        return "node"
+    return "rack" if tp <= domain else "any"
