@@ -99,7 +99,8 @@ def price(gpu: GpuProfile, execution: Execution, operations: Iterable[Operation]
 
 def aligned(op: Matmul | GroupedMatmul) -> Matmul | GroupedMatmul:
     """``op`` as it runs: a batched 16-bit product (unfused attention) whose rows are not whole 16-byte words misses the tensor
-    cores and runs at the plain fp32 rate (an array only where all of it does: the price is then a lower bound). BLOOM's tuning runs with head size 108 are 30 % slower for it than their neighbours."""
+    cores and runs at the plain fp32 rate (an array only where all of it does: the price is then a lower bound). BLOOM's tuning runs
+    with head size 108 are 30 % slower for it than their neighbours."""
     if isinstance(op, GroupedMatmul) or op.name not in BATCHED or op.dtype not in ("fp16", "bf16"):
         return op
     odd = (np.asarray(op.n) % ALIGNMENT != 0) | (np.asarray(op.k) % ALIGNMENT != 0)
