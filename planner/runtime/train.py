@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from cost_models.layout import SPLIT_BACKWARD, Layout
-from planner.runtime import checkpoint, fully_sharded
+from planner.runtime import checkpoint, fully_sharded, weights
 from planner.runtime.attention import Tokens
 from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.collectives import all_reduce, all_reduce_world
@@ -71,6 +71,8 @@ class TrainSettings(BaseModel):
     """Folders of ``axisplan data prepare``, or text files (read as bytes)."""
     reset_documents: bool = False
     """Attention and loss stay inside documents."""
+    initial: Path | None = None
+    """A Hugging Face model folder to start from (default: values from the seed)."""
     out: Path | None = None
     """Where checkpoints and records go; None = nowhere."""
     checkpoint_every: int = Field(0, ge=0)
@@ -222,6 +224,8 @@ def run(
     trainer = Trainer(model, layout, settings, device)
     saved = open_checkpoints(settings)
     done = resume(trainer, saved) if saved is not None and settings.resume else 0
+    if not done and settings.initial is not None:
+        weights.load(trainer, settings.initial)
     with Stop() as stop:
         for number in range(done, settings.steps):
             start = time.perf_counter()

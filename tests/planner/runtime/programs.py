@@ -11,9 +11,13 @@ import torch
 import torch.distributed as dist
 
 from cost_models.layout import Layout
+from planner.runtime import weights
+from planner.runtime.attention import Tokens
 from planner.runtime.checkpoint import Checkpoints
+from planner.runtime.collectives import all_gather
 from planner.runtime.data import Batch, indices_of
 from planner.runtime.train import Trainer, TrainSettings, checkpoint_facts, resume
+from profiles.huggingface import load_model
 from profiles.model import Attention, LatentAttention, Layer, Mlp, Moe, ModelSpec, uniform
 
 CPU = torch.device("cpu")
@@ -177,3 +181,31 @@ def _trainer_and_data(
 ) -> tuple[Trainer, Synthetic]:
     trainer = trainer_of(model, layout, {"steps": steps, **(settings or {})}, changes or {})
     return trainer, Synthetic(trainer.model.vocab, trainer.settings.seq_len)
+
+
+def _from_folder(folder: str, layout: str, batch: int) -> Trainer:
+    model = load_model(str(Path(folder) / "config.json"))
+    settings = TrainSettings(seq_len=16, global_batch=batch, precision="fp32")
+    trainer = Trainer(model, Layout.parse(layout, dist.get_world_size()), settings, CPU)
+    weights.load(trainer, Path(folder))
+    return trainer
+
+
+def logits(folder: str, layout: str, ids: list[list[int]], path: str) -> None:
+    """Logits [batch, tokens, vocabulary] of a Hugging Face model folder; rank 0 writes them to ``path``."""
+    trainer = _from_folder(folder, layout, len(ids))
+    with torch.no_grad():
+        part = trainer.decoders[0](torch.tensor(ids), Tokens((0, len(ids[0]))))
+    full = all_gather(part.permute(2, 1, 0).contiguous(), trainer.mesh.tp).permute(1, 2, 0)
+    if dist.get_rank() == 0:
+        np.save(path, full.numpy())
+
+
+def export(folder: str, layout: str, work: str, out: str) -> None:
+    """Read a Hugging Face folder under ``layout``, save a checkpoint, write it as a Hugging Face folder."""
+    trainer = _from_folder(folder, layout, 4)
+    saved = Checkpoints(Path(work))
+    saved.save(trainer, 0, checkpoint_facts(trainer), wait=True)
+    if dist.get_rank() == 0:
+        weights.export(Path(work) / "step-00000000", Path(out), torch.float32, shard_bytes=20_000)
+    dist.barrier()

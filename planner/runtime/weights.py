@@ -1,0 +1,191 @@
+"""Hugging Face checkpoints: read box by box into any layout, and written from a checkpoint of any layout.
+
+Host memory: reading holds one box at a time (files are memory-mapped); writing holds one output file (``SHARD_BYTES``) and one
+parameter beyond it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from planner.runtime import checkpoint
+from planner.runtime.data_parallel import Piece
+from profiles.errors import InputError
+from profiles.files import write_text
+from profiles.model import ModelSpec
+
+SHARD_BYTES = 4 << 30
+GPT2 = {
+    "embed_tokens.weight": "wte.weight", "embed_positions": "wpe.weight", "norm": "ln_f", "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2", "o_proj": "attn.c_proj", "up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj",
+}  # fmt: skip
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+PREFIXES = ("", "model.", "transformer.", "model.language_model.", "language_model.model.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in a Hugging Face checkpoint: the tensor's name (``{expert}``: one tensor an expert), whether it is
+    stored [inputs, outputs], and which of ``parts`` equal parts of its outputs it is."""
+
+    name: str
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
+
+
+def place(family: str, name: str) -> Place:
+    """The place of the runtime's parameter ``name`` in a checkpoint of ``family`` (without prefix)."""
+    if family == "gpt2":
+        return _gpt2(name)
+    layer, _, rest = name.rpartition("mlp.")
+    if match := re.fullmatch(r"experts\.(\w+)", rest):
+        if family == "mixtral":
+            return Place(f"{layer}block_sparse_moe.experts.{{expert}}.{MIXTRAL[match[1]]}.weight")
+        return Place(f"{name.rpartition('.')[0]}.{{expert}}.{match[1]}.weight")
+    if family == "mixtral":
+        return Place(name.replace("mlp.gate.", "block_sparse_moe.gate."))
+    if family in ("qwen2_moe", "qwen3_next"):
+        name = name.replace("mlp.shared_experts.", "mlp.shared_expert.")
+    return Place(f"{name}.weight" if name.endswith("shared_expert_gate") else name)
+
+
+def _gpt2(name: str) -> Place:
+    head, _, kind = name.rpartition(".")
+    match = re.fullmatch(r"layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)", head)
+    if match is None:
+        return Place(GPT2.get(name) or f"{GPT2[head]}.{kind}")
+    at = f"h.{match[1]}."
+    if match[2] in ("q_proj", "k_proj", "v_proj"):
+        return Place(f"{at}attn.c_attn.{kind}", kind == "weight", "qkv".index(match[2][0]), 3)
+    return Place(f"{at}{GPT2[match[2]]}.{kind}", kind == "weight" and match[2].endswith("proj"))
+
+
+class Folder:
+    """The safetensors files of a Hugging Face model folder, read by slices."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise InputError("weights", path, "holds no *.safetensors files")
+        self.path = path
+        self._tensors: dict[str, Any] = {}
+        for file in files:
+            opened = safe_open(file, framework="pt")  # type: ignore[no-untyped-call]
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                self._tensors[name] = opened
+
+    def find(self, name: str) -> str:
+        """The stored name, whatever prefix the file uses. Raises InputError where it is missing."""
+        for prefix in PREFIXES:
+            if prefix + name in self._tensors:
+                return prefix + name
+        raise InputError("weights", self.path, f"has no tensor {name}")
+
+    def slice(self, name: str, box: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
+        """``box`` of a stored tensor, whose whole shape must be ``shape``."""
+        stored = self.find(name)
+        view = self._tensors[stored].get_slice(stored)
+        if tuple(view.get_shape()) != shape:
+            raise InputError("weights", self.path, f"{stored} has shape {tuple(view.get_shape())}, the model needs {shape}")
+        return view[box]
+
+    def box(self, piece: Piece, family: str) -> Tensor:
+        """The values of a box of a parameter."""
+        where = place(family, piece.name)
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+        if "{expert}" in where.name:
+            names = (where.name.format(expert=e) for e in range(box[0].start, box[0].stop))
+            return torch.stack([self.slice(n, box[1:], piece.shape[1:]) for n in names])
+        first = slice(box[0].start + where.part * piece.shape[0], box[0].stop + where.part * piece.shape[0])
+        shape = (piece.shape[0] * where.parts, *piece.shape[1:])
+        if where.transposed:
+            return self.slice(where.name, (box[1], first), shape[::-1]).T
+        return self.slice(where.name, (first, *box[1:]), shape)
+
+
+def load(trainer: Any, folder: Path) -> None:
+    """Read a Hugging Face model folder into a trainer, each rank its own boxes. Raises InputError where it does not fit."""
+    files = Folder(folder)
+    family = trainer.model.family
+    for piece in trainer.optimizer.pieces("parameter"):
+        piece.tensor.copy_(files.box(piece, family))
+    for decoder in trainer.decoders.values():
+        for name, buffer in decoder.named_buffers():
+            shape = tuple(buffer.shape)
+            buffer.copy_(files.box(Piece(name, shape, (0,) * len(shape), shape, buffer), family))
+    trainer.optimizer.publish()
+
+
+def export(
+    path: Path, out: Path, dtype: torch.dtype = torch.bfloat16, config: Path | None = None, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:  # fmt: skip
+    """Write the checkpoint at ``path`` as Hugging Face safetensors under ``out``; returns the files.
+
+    ``config``: a config.json to lay beside them. One process, without torch.distributed.
+    """
+    from safetensors.torch import save_file
+
+    model = ModelSpec.model_validate(checkpoint.read_facts(path)["model"])
+    out.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    index: dict[str, str] = {}
+    total, held, size = 0, dict[str, Tensor](), 0
+
+    def flush() -> None:
+        nonlocal held, size
+        name = f"model-{len(files) + 1:05d}.safetensors"
+        partial = out / f".{name}"
+        save_file(held, partial, metadata={"format": "pt"})
+        files.append(partial.rename(out / name))
+        index.update(dict.fromkeys(held, name))
+        held, size = {}, 0
+
+    for name, tensor in _tensors(path, model):
+        wanted = tensor.to(dtype if tensor.is_floating_point() and "e_score" not in name else tensor.dtype).contiguous()
+        held[name], size, total = wanted, size + wanted.nbytes, total + wanted.nbytes
+        if size >= shard_bytes:
+            flush()
+    if held:
+        flush()
+    write_text(out / "model.safetensors.index.json", json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
+    if config is not None:
+        shutil.copyfile(config, out / "config.json")
+    return files
+
+
+def _tensors(path: Path, model: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """(stored name, whole tensor) of every tensor of the Hugging Face checkpoint."""
+
+    def prefix(name: str) -> str:
+        return name if name.startswith("lm_head") else ("transformer." if model.family == "gpt2" else "model.") + name
+
+    sizes = {n: tuple(m.size) for n, m in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()}
+    together: dict[str, list[tuple[Place, str]]] = {}
+    for full in sizes:
+        part, _, name = full.partition("/")
+        if part in ("parameter", "buffer"):
+            where = place(model.family, name)
+            together.setdefault(where.name, []).append((where, full))
+    for stored, members in sorted(together.items()):
+        wholes = []
+        for where, full in sorted(members, key=lambda m: m[0].part):
+            state = {full: torch.empty(sizes[full])}
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+            wholes.append(state[full].T if where.transposed else state[full])
+        if "{expert}" in stored:
+            yield from ((prefix(stored.format(expert=e)), t.clone()) for e, t in enumerate(wholes[0]))
+        else:
+            yield prefix(stored), wholes[0] if len(wholes) == 1 else torch.cat(wholes, -1)

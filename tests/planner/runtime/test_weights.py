@@ -1,0 +1,45 @@
+"""Hugging Face checkpoints: the runtime computes what transformers computes, and gives back the tensors it was given."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+_spec = importlib.util.spec_from_file_location("families", Path(__file__).resolve().parent / "families.py")
+assert _spec is not None
+assert _spec.loader is not None
+families = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(families)
+
+
+@pytest.mark.parametrize("family", sorted(families.CONFIGS))
+def test_logits_equal_those_of_transformers(processes: Callable[..., list[Any]], tmp_path: Path, family: str) -> None:
+    model = families.save(family, tmp_path)
+    ids = np.arange(32).reshape(2, 16) * 7 % 61
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits.numpy()
+    layouts = {1: "micro_batch=2", 2: "tp=2,ep=2,micro_batch=2" if "moe" in family or family == "mixtral" else "tp=2,micro_batch=2"}
+    for world, layout in layouts.items():
+        processes(world, "logits", folder=str(tmp_path), layout=layout, ids=ids.tolist(), path=str(tmp_path / "out.npy"))
+        got = np.load(tmp_path / "out.npy")
+        assert np.abs(got - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "layout"), [("gpt2", "pp=2"), ("deepseek_v3", "dp=2,ep=2,zero=3"), ("mixtral", "tp=2,etp=2")])
+def test_export_gives_back_every_tensor(processes: Callable[..., list[Any]], tmp_path: Path, family: str, layout: str) -> None:
+    from safetensors.torch import load_file
+
+    families.save(family, tmp_path / "in")
+    processes(2, "export", folder=str(tmp_path / "in"), layout=layout, work=str(tmp_path / "work"), out=str(tmp_path / "out"))
+    expected = load_file(tmp_path / "in" / "model.safetensors")
+    got = {n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()}
+    assert set(got) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "written in more than one file"
