@@ -16,59 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from planner.command_line import CONTEXT, Commands, Examples, Tokens, as_json, job_options, make_job, options
 from profiles.errors import AxisplanError, InputError, one_line
 from profiles.version import __version__
 
 if TYPE_CHECKING:
-    from cost_models.job import Job
     from cost_models.layout import Layout
-
-PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
-EXECUTIONS = ("axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate")
-
-
-# -- what every command shares ----------------------------------------------------------------------------------------
-
-
-class Tokens(click.ParamType):
-    """A positive count; k and M stand for 1,024 and 1,048,576 (``8k`` = 8192)."""
-
-    name = "COUNT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).strip()
-        scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
-        digits = text[:-1] if scale > 1 else text
-        if not digits.isdecimal() or int(digits) < 1 or len(digits) > 12:
-            name = param.opts[-1] if param else "count"
-            raise InputError(name, value, "must be a whole number of at least 1, k and M allowed", "8k")
-        return int(digits) * scale
-
-
-class Examples(click.Command):
-    """A command whose help ends with an example that can be pasted."""
-
-    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
-        self.example = example
-        super().__init__(*args, **kwargs)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.example:
-            with formatter.section("Example"):
-                for line in self.example.strip().splitlines():
-                    formatter.write_text(line)
-
-
-class Commands(click.Group):
-    """Lists commands in the order they are written: the order in which a newcomer needs them."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 
 @click.group(cls=Commands, context_settings=CONTEXT)
@@ -82,89 +35,6 @@ def cli() -> None:
 
 def command(name: str, example: str = "", hidden: bool = False) -> Callable[[Callable[..., Any]], click.Command]:
     return cli.command(name, cls=Examples, example=example, context_settings=CONTEXT, hidden=hidden)
-
-
-def options(*added: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several click decorators as one."""
-
-    def apply(function: Any) -> Any:
-        for decorator in reversed(added):
-            function = decorator(function)
-        return function
-
-    return apply
-
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
-
-job_options = options(
-    click.argument("model"),
-    click.option("--cluster", required=True, help="Built-in name such as h100-sxm:64x8 (64 nodes of 8), or a YAML file."),
-    click.option("--gpus", type=Tokens(), help="Use this many GPUs of the cluster (default: all)."),
-    click.option("--seq-len", type=Tokens(), required=True, help="Tokens a sequence (8k = 8192)."),
-    click.option("--global-batch", type=Tokens(), required=True, help="Sequences a step."),
-    click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True),
-    click.option("--execution", default="axisplan", show_default=True, help=f"What will run it: {', '.join(EXECUTIONS)}."),
-    click.option("--set", "facts", multiple=True, metavar="execution.KEY=VALUE", help="Set one fact of the execution."),
-    click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam8bit, muon or sgd."),
-    click.option("--moe-imbalance", type=float, help="Max / mean tokens of an expert-parallel rank."),
-    click.option("--memory-limit", type=float, metavar="GIB", help="Usable device memory, instead of the GPU's."),
-    click.option("--margin", type=float, default=0.08, show_default=True, help="Share of usable memory kept free."),
-)
-
-
-def make_job(
-    model: str,
-    cluster: str,
-    gpus: int | None,
-    seq_len: int,
-    global_batch: int,
-    precision: str,
-    execution: str,
-    facts: tuple[str, ...],
-    optimizer: str,
-    moe_imbalance: float | None,
-    memory_limit: float | None,
-    margin: float,
-) -> Job:
-    """The Job that the shared options describe."""
-    from cost_models.execution import load_execution
-    from cost_models.job import GIB, Job
-    from profiles.hardware import load_cluster
-    from profiles.huggingface import load_model
-
-    if not 0 <= margin < 1:
-        raise InputError("--margin", margin, "must be at least 0 and below 1", 0.08)
-    if memory_limit is not None and not 0 < memory_limit < 1e6:
-        raise InputError("--memory-limit", memory_limit, "must be GiB above 0", 80)
-    if moe_imbalance is not None and not 1 <= moe_imbalance < 1e4:
-        raise InputError("--moe-imbalance", moe_imbalance, "is max / mean tokens of a rank, so at least 1", 1)
-    spec = load_cluster(cluster)
-    if gpus is not None:
-        spec = spec.with_gpus(gpus)
-    return Job(
-        model=load_model(model),
-        cluster=spec,
-        execution=load_execution(execution, read_facts(facts)),
-        seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
-        optimizer=optimizer,
-        moe_imbalance=moe_imbalance,
-        margin=margin,
-        memory_limit_bytes=memory_limit * GIB if memory_limit is not None else None,
-    )
-
-
-def read_facts(facts: tuple[str, ...]) -> dict[str, str]:
-    """``execution.KEY=VALUE`` options as a mapping."""
-    read = {}
-    for fact in facts:
-        key, sep, value = fact.partition("=")
-        if not sep or not key.startswith("execution."):
-            raise InputError("--set", fact, "must read execution.KEY=VALUE", "execution.attention=flash")
-        read[key.removeprefix("execution.")] = value
-    return read
 
 
 def show_json(document: Any) -> None:
@@ -428,6 +298,202 @@ def worker(arguments: tuple[str, ...]) -> None:
 
 worker.ignore_unknown_options = True
 worker.context_settings = {"ignore_unknown_options": True, "help_option_names": []}
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+@cli.group("profile", cls=Commands, context_settings=CONTEXT)
+def profile() -> None:
+    """Measure this machine's GPUs (or CPU), links, or layers; what is measured can be planned with."""
+
+
+measuring = options(
+    click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True),
+    click.option(
+        "--processes", type=click.IntRange(1, 64), help="How many work at once (default: the GPUs there are; 4 on a CPU)."
+    ),
+    click.option("--seconds", type=click.FloatRange(1, 7200), default=60.0, show_default=True, help="About how long to measure."),
+    click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write what was measured here (YAML)."),
+)
+plot_option = click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Picture of points and curves (.png, .svg)."
+)
+LAYER_EXAMPLE = """axisplan profile layer llama-tiny --seq-len 256 --micro-batch 1 --out layers.json
+axisplan profile layer my_package.my_module:make_layer"""
+
+
+@profile.command("gpu", cls=Examples, example="axisplan profile gpu --out cluster.yaml --plot gpu.png", context_settings=CONTEXT)
+@measuring
+@plot_option
+@click.option("--dtype", "dtypes", multiple=True, help="Precisions to measure (default: those this device is fast in).")
+def profile_gpu(
+    device: str, processes: int | None, seconds: float, out: Path | None, plot: Path | None, dtypes: tuple[str, ...]
+) -> None:
+    """Matrix products, attention, memory, launches, usable memory, and the links between the processes: a cluster file."""
+    from planner import screen
+    from profiles.measure.machine import profile_machine
+
+    terminal = screen.console()
+    with screen.progress(terminal, "measuring") as show:
+        measured = profile_machine(processes, budget_seconds=seconds, device=device, dtypes=dtypes or None, progress=show)
+    screen.show_measurement(terminal, measured)
+    if out:
+        measured.save(out)
+        terminal.print(f"written to {out}; plan with --cluster {out}")
+    if plot and measured.gpu.profile:
+        from profiles.measure.plots import plot_gpu
+
+        plot_gpu(measured.gpu.profile, measured.gpu.samples, plot)
+        terminal.print(f"picture in {plot}")
+    if measured.interrupted:
+        raise KeyboardInterrupt
+
+
+@profile.command("links", cls=Examples, example="axisplan profile links --processes 4 --layout tp=2,pp=2", context_settings=CONTEXT)
+@measuring
+@plot_option
+@click.option("--layout", metavar="LAYOUT", help="Measure the groups of each axis of this layout (default: every group size).")
+def profile_links(
+    device: str, processes: int | None, seconds: float, out: Path | None, plot: Path | None, layout: str | None
+) -> None:
+    """Every collective over groups of processes, by message size, several groups at once included."""
+    from cost_models.layout import Layout
+    from planner import screen
+    from profiles.measure.links import measure_links
+
+    world = processes or 4
+    axes = None
+    if layout:
+        chosen = Layout.parse(layout, world)
+        names = [axis for axis, size in chosen.axes if size > 1]
+        axes = {axis: list(chosen.groups(axis)) for axis in names} or None
+    terminal = screen.console()
+    with screen.progress(terminal, "measuring links") as show:
+        measured = measure_links(axes, processes=world, device=device, budget_seconds=seconds, progress=show)
+    if measured is None:
+        return
+    screen.show_links(terminal, measured)
+    if out:
+        measured.save(out)
+    if plot and measured.link:
+        from profiles.measure.plots import plot_links
+
+        plot_links(measured.link, measured.samples, plot)
+    if measured.interrupted:
+        raise KeyboardInterrupt
+
+
+@profile.command(
+    "layer",
+    cls=Examples,
+    example=LAYER_EXAMPLE,
+    context_settings=CONTEXT,
+)
+@click.argument("what")
+@measuring
+@click.option("--seq-len", "seq_lens", type=Tokens(), multiple=True, default=(1024,), show_default=True)
+@click.option("--micro-batch", "micro_batches", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
+@click.option("--tp", type=click.IntRange(1), multiple=True, default=(1,), show_default=True, help="Local shapes of this degree.")
+@click.option("--dtype", default="fp32", show_default=True)
+def profile_layer(what: str, device: str, processes: int | None, seconds: float, out: Path | None, **shapes: Any) -> None:
+    """One layer of a model, or any module that a function PACKAGE.MODULE:FUNCTION returns: time, FLOPs, kept and peak bytes."""
+    from planner import screen
+    from planner.layer_profiles import measure
+
+    terminal = screen.console()
+    with screen.progress(terminal, "measuring layers") as show:
+        found = measure(what, device=device, processes=processes or 1, budget_seconds=seconds, progress=show, **shapes)
+    screen.show_layers(terminal, found)
+    if out:
+        found.save(out)
+        terminal.print(f"written to {out}; plan with --profile {out}")
+
+
+# -- accuracy ---------------------------------------------------------------------------------------------------------
+
+
+@command("regress", "axisplan regress runs.csv --baseline baseline.json --out predictions.csv")
+@click.argument("runs", type=click.Path(path_type=Path))
+@click.option("--baseline", type=click.Path(path_type=Path), help="Earlier --json output: exit code 1 when the models got worse.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write a prediction a row here (CSV).")
+@click.option("--picture", type=click.Path(path_type=Path), help="Predicted against measured, log-log, by source (.png, .svg).")
+@click.option("--github", is_flag=True, help="Print what changed as GitHub annotations.")
+@as_json
+def regress(runs: Path, baseline: Path | None, out: Path | None, picture: Path | None, github: bool, as_json: bool) -> None:
+    """The error of the cost models on measured runs, by source; exit code 1 when worse than the baseline."""
+    from cost_models import accuracy, accuracy_report
+    from cost_models.runs import load_runs, read_rows
+    from profiles.files import read_json, write_text
+
+    found = accuracy.regress(*load_runs(read_rows(runs)))
+    document = found.to_json()
+    if out:
+        write_text(out, found.predictions_csv())
+    if picture:
+        accuracy_report.picture(found, picture)
+    changes = accuracy.compare(document, read_json(baseline, "--baseline")) if baseline else []
+    if as_json:
+        show_json(document)
+    else:
+        lines = accuracy_report.summary(document)
+        if baseline:
+            lines += accuracy.github_annotations(changes, str(runs)) if github else accuracy_report.diff(changes)
+        click.echo("\n".join(lines))
+    if any(change.worse for change in changes):
+        raise click.exceptions.Exit(1)
+
+
+@command("calibrate", "axisplan calibrate my-runs.csv --cluster h100-sxm:4x8 --out my-cluster.yaml")
+@click.argument("runs", type=click.Path(path_type=Path))
+@click.option("--cluster", required=True, help="The cluster whose few constants are fitted.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Write the calibrated cluster here (YAML).")
+@as_json
+def calibrate(runs: Path, cluster: str, out: Path, as_json: bool) -> None:
+    """Fit the few free constants of one cluster to measured runs; refuses when there are too few or it does not help."""
+    from dataclasses import asdict
+
+    from cost_models.calibrate import FACTORS
+    from cost_models.calibrate import calibrate as fit
+    from cost_models.runs import load_runs, read_rows
+    from profiles.files import write_text
+    from profiles.hardware import load_cluster, to_yaml
+
+    found = fit(load_runs(read_rows(runs))[0], load_cluster(cluster))
+    write_text(out, to_yaml(found.cluster))
+    if as_json:
+        show_json({k: v for k, v in asdict(found).items() if k != "cluster"})
+        return
+    for name, factor in found.factors.items():
+        click.echo(f"{name:10} x {factor:.3f}   {FACTORS[name][2]}")
+    click.echo(
+        f"{found.runs} runs: error {100 * found.before:.1f} % before, {100 * found.after:.1f} % fitted, "
+        f"{100 * found.held_out:.1f} % on runs left out; written to {out}"
+    )
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+@command(
+    "experts", "axisplan experts --routing histogram.csv --ep 8 --redundant 8\naxisplan experts --zipf 0.8 --experts 64 --ep 8"
+)
+@click.option("--routing", type=click.Path(path_type=Path), help="Tokens by expert: CSV (a row a layer) or JSON.")
+@click.option("--zipf", type=click.FloatRange(0, 4), help="Synthetic skew of this exponent instead of a histogram.")
+@click.option("--experts", "count", type=click.IntRange(1, 65536), help="Experts, with --zipf.")
+@click.option("--ep", type=click.IntRange(1), required=True, help="Expert-parallel ranks.")
+@click.option("--redundant", type=click.IntRange(0), default=0, show_default=True, help="Further copies of experts, in all.")
+@as_json
+def experts(routing: Path | None, zipf: float | None, count: int | None, ep: int, redundant: int, as_json: bool) -> None:
+    """Place (and replicate) experts so that the most loaded rank is least loaded, with a bound."""
+    from planner import screen
+    from planner.routing import place_layers
+
+    document = place_layers(routing, zipf, count, ep, redundant)
+    if as_json:
+        show_json(document)
+    else:
+        screen.show_experts(screen.console(), document)
 
 
 @command("completion", 'eval "$(axisplan completion bash)"')

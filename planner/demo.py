@@ -10,8 +10,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +110,7 @@ def profiled(settings: DemoSettings, out: Console) -> ClusterSpec:
         return load_cluster(str(settings.profile))
     from profiles.measure.machine import profile_machine
 
-    with progress(out, "measuring matrix products, memory and links, all processes at work at once") as show:
+    with screen.progress(out, "measuring matrix products, memory and links, all processes at work at once") as show:
         measured = profile_machine(settings.processes, budget_seconds=settings.profile_seconds, progress=show)
     if measured.interrupted or measured.cluster is None:
         raise KeyboardInterrupt
@@ -174,7 +172,7 @@ def trained(run: Run, settings: DemoSettings, out: Console) -> None:
     bin_folder = str(Path(sys.executable).parent)
     env = {**os.environ, "PATH": bin_folder + os.pathsep + os.environ.get("PATH", "")}
     log = run.folder / "log.txt"
-    with progress(out, f"training {settings.steps} steps") as show:
+    with screen.progress(out, f"training {settings.steps} steps") as show:
 
         def record(line: dict[str, Any]) -> None:
             run.records.append(line)
@@ -217,22 +215,3 @@ def compared(runs: list[Run], out: Console) -> None:
             f"{second.seconds / first.seconds:.2f} of the plan's time; a noisy machine, or the cost model is wrong here",
             soft_wrap=True,
         )
-
-
-@contextmanager
-def progress(out: Console, title: str) -> Iterator[Any]:
-    """A progress bar on a terminal, one line elsewhere; yields ``show(share, what)``."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    if not out.is_terminal:
-        out.print(f"{title} ...")
-        yield lambda share, what="": None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[what]}"))
-    with Progress(*columns, console=out, transient=True) as bars:
-        task = bars.add_task(title, total=1.0, what="")
-
-        def show(share: float, what: str = "") -> None:
-            bars.update(task, completed=share, what=what)
-
-        yield show

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from profiles.errors import InputError
+
+LARGEST_JSON_BYTES = 64 << 20
 
 
 def write_text(path: Path, text: str) -> None:
@@ -20,3 +26,16 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path | str, field: str) -> Any:
+    """The document of a JSON file. Raises InputError naming ``field`` where it cannot be read or is not JSON."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > LARGEST_JSON_BYTES:
+            raise InputError(field, path, f"is larger than {LARGEST_JSON_BYTES >> 20} MiB")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(field, path, f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(field, path, f"is not JSON: {error}") from None

@@ -18,8 +18,6 @@ from planner.runtime.tensor import TensorParallel
 from profiles.errors import InputError
 from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class _Layer(nn.Module):
     def __init__(self, layer: DecoderLayer, tokens: Tokens) -> None:
@@ -31,7 +29,7 @@ class _Layer(nn.Module):
 
 
 def build(
-    model: dict[str, Any], kind: int, micro_batch: int, seq_len: int, tp: int, device: torch.device, dtype: str
+    model: dict[str, Any], kind: int, micro_batch: int, seq_len: int, tp: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[nn.Module, Tensor]:
     """Layer kind ``kind`` of ``model`` (a ModelSpec as a mapping) with the local shapes of degree ``tp``, and its input
     [seq_len, micro_batch, hidden]. Collectives are not part of it. Raises InputError where the shapes do not divide by ``tp``."""
@@ -42,11 +40,11 @@ def build(
     layout = Layout()
     mesh = Mesh(layout, local, device)
     tensor = TensorParallel(mesh.tp, False)
-    layer = DecoderLayer(Build(local, layout, mesh, tensor, DTYPES[dtype], device, Balance()), local.layer(0), 0)
+    layer = DecoderLayer(Build(local, layout, mesh, tensor, dtype, device, Balance()), local.layer(0), 0)
     blocks = blocks_of(layer)
     for name, value in layer.named_parameters():
         fill(value.data, name, blocks[name], 0)
-    x = torch.randn(seq_len, micro_batch, spec.hidden, dtype=DTYPES[dtype], device=device, requires_grad=True)
+    x = torch.randn(seq_len, micro_batch, spec.hidden, dtype=dtype, device=device, requires_grad=True)
     return _Layer(layer, Tokens((0, seq_len))), x
 
 

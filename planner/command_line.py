@@ -1,0 +1,140 @@
+"""The frame of the command line: parameter types, help with examples, the options that describe a job, and the Job they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from profiles.errors import InputError
+
+if TYPE_CHECKING:
+    from cost_models.job import Job
+
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+EXECUTIONS = ("axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate")
+
+
+class Tokens(click.ParamType):
+    """A positive count; k and M stand for 1,024 and 1,048,576 (``8k`` = 8192)."""
+
+    name = "COUNT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip()
+        scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+        digits = text[:-1] if scale > 1 else text
+        if not digits.isdecimal() or int(digits) < 1 or len(digits) > 12:
+            name = param.opts[-1] if param else "count"
+            raise InputError(name, value, "must be a whole number of at least 1, k and M allowed", "8k")
+        return int(digits) * scale
+
+
+class Examples(click.Command):
+    """A command whose help ends with an example that can be pasted."""
+
+    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
+        self.example = example
+        super().__init__(*args, **kwargs)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.example:
+            with formatter.section("Example"):
+                for line in self.example.strip().splitlines():
+                    formatter.write_text(line)
+
+
+class Commands(click.Group):
+    """Lists commands in the order they are written: the order in which a newcomer needs them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+def options(*added: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several click decorators as one."""
+
+    def apply(function: Any) -> Any:
+        for decorator in reversed(added):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+
+job_options = options(
+    click.argument("model"),
+    click.option("--cluster", required=True, help="Built-in name such as h100-sxm:64x8 (64 nodes of 8), or a YAML file."),
+    click.option("--gpus", type=Tokens(), help="Use this many GPUs of the cluster (default: all)."),
+    click.option("--seq-len", type=Tokens(), required=True, help="Tokens a sequence (8k = 8192)."),
+    click.option("--global-batch", type=Tokens(), required=True, help="Sequences a step."),
+    click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True),
+    click.option("--execution", default="axisplan", show_default=True, help=f"What will run it: {', '.join(EXECUTIONS)}."),
+    click.option("--set", "facts", multiple=True, metavar="execution.KEY=VALUE", help="Set one fact of the execution."),
+    click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam8bit, muon or sgd."),
+    click.option("--moe-imbalance", type=float, help="Max / mean tokens of an expert-parallel rank."),
+    click.option("--memory-limit", type=float, metavar="GIB", help="Usable device memory, instead of the GPU's."),
+    click.option("--margin", type=float, default=0.08, show_default=True, help="Share of usable memory kept free."),
+)
+
+
+def make_job(
+    model: str,
+    cluster: str,
+    gpus: int | None,
+    seq_len: int,
+    global_batch: int,
+    precision: str,
+    execution: str,
+    facts: tuple[str, ...],
+    optimizer: str,
+    moe_imbalance: float | None,
+    memory_limit: float | None,
+    margin: float,
+) -> Job:
+    """The Job that the shared options describe."""
+    from cost_models.execution import load_execution
+    from cost_models.job import GIB, Job
+    from profiles.hardware import load_cluster
+    from profiles.huggingface import load_model
+
+    if not 0 <= margin < 1:
+        raise InputError("--margin", margin, "must be at least 0 and below 1", 0.08)
+    if memory_limit is not None and not 0 < memory_limit < 1e6:
+        raise InputError("--memory-limit", memory_limit, "must be GiB above 0", 80)
+    if moe_imbalance is not None and not 1 <= moe_imbalance < 1e4:
+        raise InputError("--moe-imbalance", moe_imbalance, "is max / mean tokens of a rank, so at least 1", 1)
+    spec = load_cluster(cluster)
+    if gpus is not None:
+        spec = spec.with_gpus(gpus)
+    return Job(
+        model=load_model(model),
+        cluster=spec,
+        execution=load_execution(execution, read_facts(facts)),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        optimizer=optimizer,
+        moe_imbalance=moe_imbalance,
+        margin=margin,
+        memory_limit_bytes=memory_limit * GIB if memory_limit is not None else None,
+    )
+
+
+def read_facts(facts: tuple[str, ...]) -> dict[str, str]:
+    """``execution.KEY=VALUE`` options as a mapping."""
+    read = {}
+    for fact in facts:
+        key, sep, value = fact.partition("=")
+        if not sep or not key.startswith("execution."):
+            raise InputError("--set", fact, "must read execution.KEY=VALUE", "execution.attention=flash")
+        read[key.removeprefix("execution.")] = value
+    return read
