@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cost_models.communication import Network, add_bytes
@@ -59,15 +59,31 @@ def chunk_parts(job: Job, layout: Layout) -> list[Parts]:
     return out
 
 
+@lru_cache(maxsize=256)
+def stage_job(job: Job, layout: Layout, rank: int) -> Job:
+    """``job`` as pipeline rank ``rank`` sees it: in a mixed cluster, on the GPUs of the pool its ranks lie in (pools are consecutive)."""
+    cluster = job.cluster
+    if not cluster.pools:
+        return job
+    first = layout.rank_at({"pp": rank})
+    for pool in cluster.pools:
+        if first < pool.gpus:
+            return replace(job, cluster=replace(cluster, gpu=pool.gpu, pools=(), name=f"{cluster.name} ({pool.gpu.name})"))
+        first -= pool.gpus
+    return job
+
+
 def chunk_seconds(job: Job, layout: Layout) -> list[ChunkSeconds]:
     """Every chunk's passes, in model order."""
     key = layer_key(job, layout)
-    cache: dict[Parts, ChunkSeconds] = {}
+    cache: dict[tuple[str, Parts], ChunkSeconds] = {}
     out = []
-    for parts in chunk_parts(job, layout):
-        if parts not in cache:
-            cache[parts] = _chunk(job, layout, key, parts)
-        out.append(cache[parts])
+    for chunk, parts in enumerate(chunk_parts(job, layout)):
+        here = stage_job(job, layout, layout.rank_of_chunk(chunk)) if job.cluster.pools else job
+        of = (here.cluster.gpu.name, parts)
+        if of not in cache:
+            cache[of] = _chunk(here, layout, key, parts)
+        out.append(cache[of])
     return out
 
 
@@ -84,6 +100,7 @@ def _chunk(job: Job, layout: Layout, key: Layout, parts: Parts) -> ChunkSeconds:
 
 def rank_update(job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], rank: int) -> Update:
     """Gradient reduction, parameter gathering and optimizer of pipeline rank ``rank``."""
+    job = stage_job(job, layout, rank) if job.cluster.pools else job
     held = [chunks[c] for c in ranks_chunks(layout, rank)]
     weights = Holding()
     for chunk in held:

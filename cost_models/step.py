@@ -19,6 +19,7 @@ from cost_models.chunks import (
     chunk_seconds,
     rank_update,
     run_schedule,
+    stage_job,
 )
 from cost_models.communication import Network, add_bytes, stragglers
 from cost_models.flops import flops_per_token
@@ -118,7 +119,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
     low, high, guessed = interval(job, layout, step, seconds)
     idle = sum(timeline.span - busy for busy in timeline.busy) / layout.pp
     model = flops_per_token(job.model, job.seq_len)
-    peak = _peak(job) * layout.world * step
+    peak = _peak(job) * layout.world / job.cluster.gpus * step
     again = _recomputed_flops(job, layout, chunks, microbatches)
     full = model.training - 3 * model.attention_causal + 3 * model.attention_full
     return StepEstimate(
@@ -161,8 +162,9 @@ def account(
     out: defaultdict[str, float] = defaultdict(float)
     key = layer_key(job, layout)
     runs = _runs(layout, rank, microbatches)
+    here = stage_job(job, layout, rank)
     for chunk, times in runs.items():
-        for cause, seconds in chunk_detail(job, key, chunks[chunk].parts).causes.items():
+        for cause, seconds in chunk_detail(here, key, chunks[chunk].parts).causes.items():
             out[cause] += seconds * times
     update = updates[rank]
     for axis, seconds in (*update.reduce.items(), *update.gather.items()):
@@ -228,5 +230,9 @@ def _recomputed_flops(job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], 
 
 
 def _peak(job: Job) -> float:
-    gpu = job.cluster.gpu
-    return gpu.peak_flops(job.precision if job.precision == "fp32" or "bf16" not in gpu.peaks else "bf16")
+    """FLOP/s of the whole cluster in 16 bits, or in fp32 for an fp32 job."""
+    pools = [(pool.gpu, pool.gpus) for pool in job.cluster.pools] or [(job.cluster.gpu, job.cluster.gpus)]
+    return sum(
+        count * gpu.peak_flops(job.precision if job.precision == "fp32" or "bf16" not in gpu.peaks else "bf16")
+        for gpu, count in pools
+    )

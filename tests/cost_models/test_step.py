@@ -15,7 +15,7 @@ from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.runs import load_runs, read_rows
 from cost_models.step import estimate
-from profiles.hardware import load_cluster
+from profiles.hardware import Pool, load_cluster
 from profiles.huggingface import load_model
 from profiles.model import Attention, Layer, Mlp, ModelSpec, Moe, uniform
 
@@ -231,3 +231,15 @@ def test_published_steps_of_known_programs_are_met_within_fifteen_per_cent(data:
     for run in runs:
         error = estimate(run.job, run.layout, detail=False).step_seconds / run.seconds - 1
         assert abs(error) < 0.15, (run.id, error)
+
+
+def test_stages_of_a_mixed_cluster_are_priced_on_their_own_gpus() -> None:
+    fast, slow = load_cluster("h100-sxm:1x8"), load_cluster("a100-sxm:1x8")
+    mixed = replace(load_cluster("h100-sxm:2x8"), pools=(Pool(gpu=fast.gpu, gpus=8), Pool(gpu=slow.gpu, gpus=8)), name="mixed")
+    spec = Job(load_model("llama-3.1-8b"), mixed, load_execution("megatron"), 8192, 64)
+    layout = Layout.parse("pp=2,dp=8", 16)
+    stages = estimate(spec, layout).stage_seconds
+    whole = [estimate(replace(spec, cluster=load_cluster(f"{name}:2x8")), layout).stage_seconds for name in ("h100-sxm", "a100-sxm")]
+    assert stages[0] == pytest.approx(whole[0][0], rel=0.02)
+    assert stages[1] == pytest.approx(whole[1][1], rel=0.02)
+    assert math.fsum(estimate(spec, layout).seconds.values()) == pytest.approx(estimate(spec, layout).step_seconds)
