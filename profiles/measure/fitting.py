@@ -60,7 +60,7 @@ def gpu_profile(samples: Sequence[Sample], facts: dict[str, Any]) -> GpuProfile:
     matmul = {d: curve for d, (_, curve, _) in fitted.items()}
     attention = fit_attention(samples, peaks, matmul, facts, source)
     return GpuProfile(
-        name=str(facts["name"]) if cuda else f"cpu-{facts.get('host') or 'here'}",
+        name=gpu_name(str(facts["name"])) if cuda else f"cpu-{facts.get('host') or 'here'}",
         description=f"{facts['name']}, {facts.get('processes', 1)} processes of {facts.get('threads', 1)} threads measured at once",
         facts=GpuFacts(
             sms=constant(facts["sms"], "multiprocessors" if cuda else "process"),
@@ -80,6 +80,11 @@ def gpu_profile(samples: Sequence[Sample], facts: dict[str, Any]) -> GpuProfile:
         host=str(facts.get("host", "")),
         date=str(facts.get("date", "")),
     )
+
+
+def gpu_name(reported: str) -> str:
+    """``NVIDIA H100 80GB HBM3`` -> ``h100-80gb-hbm3``: the part that tells its generation comes first, as in built-in names."""
+    return reported.lower().removeprefix("nvidia ").removeprefix("amd instinct ").replace(" ", "-")
 
 
 def fit_products(

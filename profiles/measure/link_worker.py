@@ -35,7 +35,14 @@ def measure_here(
 ) -> None:  # fmt: skip
     """Measures in step with the other workers of the default process group; rank 0's records go to ``report``."""
     report(
-        {"type": "facts", "facts": {**device_facts(device, together.size), "backend": dist.get_backend(), "world": together.size}}
+        {
+            "type": "facts",
+            "facts": {
+                **device_facts(device, together.size),
+                "backend": "nccl" if device.type == "cuda" else "gloo",
+                "world": together.size,
+            },
+        }
     )
     room = MEMORY_SHARE * min(together.gather(usable_bytes(device, together.size)[1]))
     world = list(range(together.size))

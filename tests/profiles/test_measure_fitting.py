@@ -72,6 +72,10 @@ def test_a_cpu_process_is_named_so_that_its_launches_count() -> None:
     assert fitting.gpu_profile(product_samples() + other_samples(), FACTS).name == "cpu-there"
 
 
+def test_a_gpu_is_named_as_built_in_ones_are() -> None:
+    assert fitting.gpu_name("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+
+
 def test_pointwise_work_runs_at_the_rate_of_a_layers_mix() -> None:
     profile = fitting.gpu_profile(product_samples() + other_samples(), FACTS)
     mix = plan.LAYER_MIX

@@ -75,7 +75,9 @@ def test_a_machine_of_two_processes_is_measured_and_read_back(
     found = profile_machine(2, budget_seconds=5.0, device="cpu", dtypes=("fp32",), progress=lambda done, _: seen.append(done))
     assert found.cluster is not None
     assert found.links is not None
-    assert set(found.links.link.curves) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}  # type: ignore[union-attr]
+    assert found.links.link is not None
+    assert "all_reduce" in found.links.link.curves
+    assert set(found.links.link.curves) <= {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
     assert seen == sorted(seen)
     assert seen[-1] > 0.5
     found.save(tmp_path / "this.yaml")
