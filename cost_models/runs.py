@@ -7,6 +7,7 @@ The schema is that of ``docs/accuracy.md``; an empty cell means "not stated": th
 from __future__ import annotations
 
 import csv
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from profiles.hardware import load_cluster
 from profiles.model import Attention, FeedForward, LatentAttention, Layer, Mlp, ModelSpec, Moe
 
 Row = Mapping[str, str]
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 JUDGED_QUALITY = ("printed", "from_tokens", "from_flops")
 SETTING = (
     "source", "framework", "model_name", "layers", "hidden", "heads", "gpu", "gpus", "seq_len", "global_batch",
@@ -228,7 +230,11 @@ def _precision(row: Row, guessed: list[str]) -> str:
     if not text:
         guessed.append("precision bf16")
         return "bf16"
-    return {"fp4": "nvfp4"}.get(text, text)
+    name = {"fp4": "nvfp4"}.get(text, text)
+    if name not in PRECISIONS:
+        close = difflib.get_close_matches(name, PRECISIONS, 1)
+        raise InputError("precision", text, f"is one of {', '.join(PRECISIONS)}", close[0] if close else "bf16")
+    return name
 
 
 # -- the model ------------------------------------------------------------------------------------------------------------
