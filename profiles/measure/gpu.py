@@ -81,11 +81,12 @@ def measure_gpu(
     budget_seconds: float = 60.0,
     progress: Progress | None = None,
     processes: int = 1,
-    threads: int | None = None,
+    threads: int = 1,
 ) -> GpuMeasurement:
     """Measures and fits this machine's device (``cuda`` where there is one, else ``cpu``).
 
-    ``processes`` workers measure at the same time, each on its GPU or with its ``threads`` of the CPU, as they will train.
+    ``processes`` workers measure at the same time, each on its GPU or with its ``threads`` of the CPU (one is
+    what torchrun gives), as they will train.
     An interruption (Ctrl-C) returns what was measured until then. Raises InputError for unknown dtypes or devices, AxisplanError
     where workers fail or nothing could be fitted.
     """
@@ -105,7 +106,7 @@ def measure_gpu(
                 processes,
                 timeout_seconds=STARTUP_SECONDS + 3 * budget_seconds,
                 on_record=collector,
-                threads=threads or 1,
+                threads=threads,
             )
     except KeyboardInterrupt:
         interrupted = True
@@ -135,23 +136,23 @@ def check(device: str | None, dtypes: Sequence[str] | None, processes: int, budg
     return chosen, tuple(dict.fromkeys(dtypes)) if dtypes else default
 
 
-def _measure_alone(device: str, threads: int | None, collector: Collector, job: dict[str, Any]) -> None:
+def _measure_alone(device: str, threads: int, collector: Collector, job: dict[str, Any]) -> None:
     import torch
 
     from profiles.measure.gpu_worker import measure_here
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+    torch.set_num_threads(threads)
     try:
         measure_here(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), Alone(), report=collector, **job)
     finally:
         torch.set_num_threads(before)
 
 
-def finish(collector: Collector, *, processes: int, threads: int | None, interrupted: bool, others: float) -> GpuMeasurement:
+def finish(collector: Collector, *, processes: int, threads: int, interrupted: bool, others: float) -> GpuMeasurement:
     """Fits what was collected. After an interruption the profile may be None; otherwise too little to fit is an AxisplanError."""
     result = GpuMeasurement(collector.samples, collector.facts, interrupted=interrupted)
-    result.noise = noise([s.spread for s in collector.samples if not s.failed], others=others, threads=processes * (threads or 1))
+    result.noise = noise([s.spread for s in collector.samples if not s.failed], others=others, threads=processes * threads)
     try:
         result.profile = fitting.gpu_profile(collector.samples, collector.facts)
         result.held_out = fitting.held_out_errors(result.profile, collector.samples)

@@ -62,7 +62,7 @@ def measure_layer(
     dtype: str = "fp32",
     device: str | None = None,
     processes: int = 1,
-    threads: int | None = None,
+    threads: int = 1,
     budget_seconds: float = 60.0,
     progress: Progress | None = None,
 ) -> LayerProfile:
@@ -110,7 +110,7 @@ def measure_layer(
 
             sent = {"device": device, "layer": {**job, "layer": layer, "folder": os.getcwd()}}
             limit = STARTUP_SECONDS + 5 * budget_seconds
-            run_workers(sent, processes, timeout_seconds=limit, on_record=keep, threads=threads or 1)
+            run_workers(sent, processes, timeout_seconds=limit, on_record=keep, threads=threads)
     except KeyboardInterrupt:
         pass
     rows = tuple(LayerRow.model_validate(r["row"]) for r in records if r["type"] == "row")
@@ -118,7 +118,7 @@ def measure_layer(
         raise AxisplanError("profile: nothing was measured")
     facts: dict[str, Any] = next((r["facts"] for r in records if r["type"] == "facts"), {})
     spreads = [row.forward_spread for row in rows if not row.failed]
-    found = noise(spreads, others=others, threads=processes * (threads or 1))
+    found = noise(spreads, others=others, threads=processes * threads)
     return LayerProfile(
         host=facts.get("host", ""),
         date=facts.get("date", ""),
@@ -129,15 +129,13 @@ def measure_layer(
     )
 
 
-def _measure_alone(
-    make: Make, device: str, threads: int | None, keep: Callable[[dict[str, Any]], None], job: dict[str, Any]
-) -> None:
+def _measure_alone(make: Make, device: str, threads: int, keep: Callable[[dict[str, Any]], None], job: dict[str, Any]) -> None:
     import torch
 
     from profiles.measure.layer_worker import measure_here
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+    torch.set_num_threads(threads)
     try:
         measure_here(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), Alone(), report=keep, make=make, **job)
     finally:
