@@ -374,8 +374,12 @@ def profile_links(
     if measured is None:
         return
     screen.show_links(terminal, measured)
-    if out:
-        measured.save(out)
+    if out and measured.link:
+        from profiles.files import write_text
+        from profiles.hardware import to_yaml
+
+        write_text(out, to_yaml(measured.link))
+        measured.save_samples(out.with_suffix(".samples.json"))
     if plot and measured.link:
         from profiles.measure.plots import plot_links
 
