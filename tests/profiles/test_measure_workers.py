@@ -170,3 +170,16 @@ def test_a_layer_is_measured_by_two_processes_at_once(tmp_path: Path, monkeypatc
     profile = measure_layer("linear_here:make", micro_batches=[2], seq_lens=[16], processes=2, device="cpu", budget_seconds=1)
     (row,) = profile.rows
     assert (profile.processes, row.forward_flops, row.parameter_bytes) == (2, 2 * 32 * 32 * 32, (32 * 32 + 32) * 4)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_others_and_is_named(own_folder: Path) -> None:
+    def kill_one(record: dict[str, Any]) -> None:
+        if record["type"] == "start":
+            parts = {process: (Path("/proc") / str(process) / "cmdline").read_bytes() for process in workers(own_folder)}
+            os.kill(max(process for process, command in parts.items() if b"torch.distributed.run" not in command), signal.SIGKILL)
+
+    job = {"device": "cpu", "links": {"axes": {"all": [[0, 1]]}, "kinds": ["all_reduce"], "sizes": [1 << 20], "budget_seconds": 30}}
+    with pytest.raises(AxisplanError, match=r"a worker failed: (exitcode *: -9|.*closed by peer|.*reset by peer)"):
+        run_workers(job, 2, timeout_seconds=60, on_record=kill_one)
+    assert gone(own_folder)
