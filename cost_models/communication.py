@@ -69,9 +69,20 @@ class Network:
         group = self.group(axis)
         if group.ranks <= 1 or not bytes:
             return 0.0
+        if kind == "send_recv":
+            return count * _seconds(self.cluster, kind, float(bytes), 2, self._reach(group))
         if axis == "ep" and kind == "all_to_all" and self.exchange is not None:
             return count * self._exchanged(self.exchange, float(bytes), group)
         return count * _seconds(self.cluster, kind, float(bytes), group.ranks, group.stride)
+
+    def _reach(self, group: Group) -> float:
+        """How far apart to price a message between neighbours of ``group``: some pair of a group that leaves a domain lies across its
+        border, and the ring (or the pipeline) goes at that pair's pace."""
+        apart = group.stride
+        for level in self.cluster.levels[:-1]:
+            if group.ranks * group.stride > level.size:
+                apart = max(apart, float(level.size))
+        return apart
 
     def _exchanged(self, exchange: Exchange, bytes: float, group: Group) -> float:
         """Seconds of one all-to-all of tokens: the slower of what stays inside the innermost domain and what leaves it."""
@@ -94,7 +105,7 @@ class Network:
         if group.ranks <= 1 or not bytes:
             return {}
         if kind == "send_recv":
-            return {self.cluster.level_of(2, max(1, round(group.stride))).name: bytes * count}
+            return {self.cluster.level_of(2, max(1, round(self._reach(group)))).name: bytes * count}
         out: dict[str, float] = {}
         below = 1
         for level, inside in zip(self.cluster.levels, self.cluster.spread(group.ranks, group.stride), strict=True):

@@ -130,3 +130,12 @@ def test_stragglers_grow_with_each_doubling_of_nodes() -> None:
     assert factors[0] == 1.0
     assert all(a < b for a, b in itertools.pairwise(factors))
     assert factors[-1] == pytest.approx(1.045)
+
+
+def test_a_ring_or_a_pipeline_goes_at_the_pace_of_its_slowest_neighbours() -> None:
+    inside = Network(H100, Layout(cp=8, dp_shard=4)).seconds("send_recv", "ring", 1e8)
+    across = Network(H100, Layout(cp=16, dp_shard=2)).seconds("send_recv", "ring", 1e8)
+    assert across > 5 * inside
+    narrow = Network(H100, Layout(pp=16, dp_shard=2, order="tp-cp-pp-dp"))
+    assert narrow.seconds("send_recv", "pp", 1e8) == pytest.approx(across)
+    assert set(narrow.sent("send_recv", "pp", 1e8)) == {H100.levels[1].name}
