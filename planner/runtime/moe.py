@@ -42,6 +42,14 @@ class Balance:
     def begin(self) -> None:
         self.loss, self.loads = 0.0, {}
 
+    def everyone(self, mesh: Mesh) -> dict[int, Tensor]:
+        """Layer -> tokens of the whole batch that chose each expert, for this stage's layers (one sum over dp, cp and tp)."""
+        if not self.loads:
+            return {}
+        layers = sorted(self.loads)
+        together = torch.stack([self.loads[i] for i in layers])
+        return dict(zip(layers, all_reduce(all_reduce(together, mesh.dp_cp), mesh.tp), strict=True))
+
 
 class _AddLoss(torch.autograd.Function):
     """Passes ``x`` on; in backward the auxiliary loss gets a gradient of 1."""
@@ -114,6 +122,10 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if spec.router == "sigmoid" else 0.0))
         normal = scores if spec.router == "softmax" else scores / scores.sum(-1, keepdim=True)
         return experts, weights * spec.scaling, normal
+
+    def move_bias(self, loads: Tensor, rate: float) -> None:
+        """Raise the selection bias of experts below the mean load, lower that of those above (DeepSeek-V3, section 2.1.2)."""
+        self.e_score_correction_bias.add_(rate * torch.sign(loads.mean() - loads).to(self.e_score_correction_bias))
 
     def _limited(self, choice: Tensor) -> Tensor:
         """Scores with every group but the ``top_groups`` best masked: by its best expert, or by its two best where a bias selects."""

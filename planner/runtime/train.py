@@ -196,14 +196,28 @@ class Trainer:
         Raises AxisplanError on every rank, before anything is updated, when the loss is not a number.
         """
         local = self.gradients(batch)
-        asked = torch.tensor(float(stop), dtype=torch.float64, device=self.device)
-        loss, square, stops = all_reduce_world(torch.stack((local, self.optimizer.squared_norm(), asked))).tolist()
+        facts = torch.tensor([float(stop), float(self.balance.loss)], dtype=torch.float64, device=self.device)
+        sums = all_reduce_world(torch.cat((torch.stack((local, self.optimizer.squared_norm())), facts)))
+        loss, square, stops, balance = sums.tolist()
         norm = square**0.5
         if not norm < float("inf"):
             raise AxisplanError(f"step {number + 1}: loss {loss}, gradient norm {norm}: not a number; nothing was updated or saved")
         clip = self.settings.clip
         self.optimizer.step(self.rate.at(number), min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
-        return {"loss": loss, "grad_norm": norm, "stop": stops}
+        out = {"loss": loss, "grad_norm": norm, "stop": stops}
+        return out if self.model.moe is None else {**out, "balance_loss": balance, "expert_imbalance": self._rebalance()}
+
+    def _rebalance(self) -> float:
+        """Move the selection biases; max / mean tokens of an expert, of this stage's worst layer."""
+        worst = 1.0
+        for index, loads in self.balance.everyone(self.mesh).items():
+            worst = max(worst, float(loads.max() / loads.mean()))
+            for decoder in self.decoders.values():
+                if str(index) in decoder.layers:
+                    router = decoder.layers[str(index)].mlp.gate  # type: ignore[union-attr]
+                    if router.spec.selection_bias:  # type: ignore[union-attr]
+                        router.move_bias(loads, self.settings.bias_rate)  # type: ignore[union-attr,operator]
+        return worst
 
     def batch(self, source: Source, number: int) -> Batch:
         """This rank's sequences of step ``number``."""

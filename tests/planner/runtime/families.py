@@ -22,7 +22,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2MoeConfig", {**ROUTED, "shared_expert_intermediate_size": 24}),
     "qwen3_moe": ("Qwen3MoeConfig", {**ROUTED, "head_dim": 8, "norm_topk_prob": True}),
-    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
     "deepseek_v3": ("DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }

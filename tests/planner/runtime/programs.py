@@ -28,8 +28,9 @@ def model_of(name: str, layers: int = 4, **changes: Any) -> ModelSpec:
     fields: dict[str, Any] = {"hidden": 32, "vocab": 67}
     attention = Attention(heads=8, kv_heads=4, head_dim=8)
     layer = Layer(mixer=attention, ffn=Mlp(width=64))
-    if name == "llama":
+    if name in ("llama", "llama8"):
         fields["norm_eps"] = 1e-5
+        layers = 8 if name == "llama8" else layers
     elif name == "mqa":
         layer = Layer(mixer=Attention(heads=8, kv_heads=1, head_dim=8, qkv_bias=True, qk_norm="head"), ffn=Mlp(width=64))
     elif name == "gpt":
@@ -124,10 +125,13 @@ def whole(trainer: Trainer, what: str) -> dict[str, np.ndarray]:
 
 def gradients(
     path: str, layout: str, model: str = "llama", source: dict[str, Any] | None = None, settings: dict[str, Any] | None = None,
-    changes: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None, force: bool = False,
 ) -> float:  # fmt: skip
-    """One step's loss; rank 0 writes every whole gradient to ``path``."""
+    """One step's loss; rank 0 writes every whole gradient to ``path``. ``force``: every router chooses the first experts alone."""
     trainer = trainer_of(model, layout, settings or {}, changes or {})
+    for decoder in trainer.decoders.values() if force else ():
+        for buffer in decoder.buffers():
+            buffer[:4] = 100.0
     data = Synthetic(trainer.model.vocab, trainer.settings.seq_len, **(source or {}))
     share = indices_of(0, trainer.settings.global_batch, trainer.layout.dp, trainer.mesh.dp)
     loss = trainer.gradients(data.batch(share))
@@ -209,3 +213,16 @@ def export(folder: str, layout: str, work: str, out: str) -> None:
     if dist.get_rank() == 0:
         weights.export(Path(work) / "step-00000000", Path(out), torch.float32, shard_bytes=20_000)
     dist.barrier()
+
+
+def tied_copies(layout: str, steps: int) -> bool:
+    """Whether both ends of a pipeline hold the same bits of a tied embedding after some steps."""
+    trainer, data = _trainer_and_data(layout, steps, model="gpt")
+    for number in range(steps):
+        trainer.step(number, trainer.batch(data, number))
+    ends = trainer.mesh.ends
+    held = [d.embed_tokens.weight for d in trainer.decoders.values() if hasattr(d, "embed_tokens")]
+    if not held or ends.size == 1:
+        return True
+    first, last = all_gather(held[0].detach().unsqueeze(0).contiguous(), ends)
+    return torch.equal(first, last)

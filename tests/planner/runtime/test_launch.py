@@ -18,6 +18,7 @@ from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout
 from planner import plan as plans
+from planner.runtime.checkpoint import latest
 from planner.runtime.launch import launch, why
 from profiles.errors import AxisplanError, InputError
 from profiles.hardware import load_cluster
@@ -101,6 +102,7 @@ def _is_worker(entry: Path, text: str, rank: str) -> bool:
     return text in line and f"RANK={rank}" in environment
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     path = folder(tmp_path, steps=5000)
     program = f"from planner.runtime.launch import launch; launch({arguments(path)!r}, 2, lambda r: print(r, flush=True))"
@@ -134,3 +136,63 @@ def test_bad_settings_are_one_line_naming_the_field(tmp_path: Path) -> None:
 def test_why_reads_the_failure_of_a_rank_from_torchruns_table() -> None:
     table = "Root Cause (first observed failure):\n[0]:\n  time      : x\n  host      : h\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 17)"
     assert why(table, 1) == "rank 3 was killed by SIGKILL"
+
+
+def kill(path: Path, rank: int) -> None:
+    victims = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _is_worker(p, str(path), str(rank))]
+    assert victims
+    os.kill(int(victims[0].name), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_after_a_kill_torchrun_restarts_and_the_losses_are_the_same(tmp_path: Path) -> None:
+    facts = {"steps": 8, "checkpoint_every": 2, "out": "run"}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    calm: list[dict[str, Any]] = []
+    launch(arguments(folder(tmp_path / "a", "dp=2,zero=1", **facts)), 2, calm.append, timeout=200)
+    broken: list[dict[str, Any]] = []
+
+    def record(line: dict[str, Any]) -> None:
+        broken.append(line)
+        if len(broken) == 5:
+            kill(tmp_path / "b", 1)
+
+    launch(arguments(folder(tmp_path / "b", "dp=2,zero=1", **facts)), 2, record, restarts=2, timeout=200)
+    assert [r["step"] for r in calm] == list(range(1, 9))
+    assert broken[-1]["step"] == 8
+    again = {r["step"]: r["loss"] for r in broken}
+    assert again == {r["step"]: r["loss"] for r in calm}, "bitwise"
+    assert latest(tmp_path / "b" / "run" / "checkpoints") is not None
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_leaves_and_the_next_run_continues(tmp_path: Path) -> None:
+    path = folder(tmp_path, "dp=2", steps=3000, checkpoint_every=1000, out="run", decay="constant")
+    seen: list[dict[str, Any]] = []
+
+    def terminate(line: dict[str, Any]) -> None:
+        seen.append(line)
+        if len(seen) == 3:
+            for entry in Path("/proc").iterdir():
+                if entry.name.isdigit() and _is_worker(entry, str(path), "0"):
+                    os.kill(int(entry.name), signal.SIGTERM)
+
+    launch(arguments(path), 2, terminate, timeout=200)
+    stopped = seen[-1]["step"]
+    assert stopped < 3000
+    assert latest(path / "run" / "checkpoints") == path / "run" / "checkpoints" / f"step-{stopped:08d}"
+    more: list[dict[str, Any]] = []
+    launch(arguments(path, "--steps", str(stopped + 2)), 2, more.append, timeout=200)
+    assert [r["step"] for r in more] == [stopped + 1, stopped + 2]
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_a_number_stops_with_the_step_named(tmp_path: Path) -> None:
+    path = folder(tmp_path, "dp=2", learning_rate=1e30, clip=0, steps=40, checkpoint_every=1, out="run")
+    with pytest.raises(AxisplanError, match=r"step \d+: loss .*not a number; nothing was updated or saved") as caught:
+        launch(arguments(path), 2, lambda _: None, timeout=200)
+    step = int(str(caught.value).split("step ")[1].split(":")[0])
+    saved = latest(path / "run" / "checkpoints")
+    assert saved is not None
+    assert int(saved.name[5:]) == step - 1

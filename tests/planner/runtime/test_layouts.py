@@ -9,6 +9,13 @@ import numpy as np
 import pytest
 
 ONE = "micro_batch=8"
+
+
+def slow(*layouts: str) -> list[Any]:
+    """Cases that CI runs and ``make test`` leaves out."""
+    return [pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
+
+
 DENSE = [
     (2, "tp=2", "llama"), (2, "tp=2,sp=false", "llama"), (2, "tp=2", "gpt"), (2, "tp=2,sp=false", "mqa"), (2, "tp=2", "mqa"),
     (2, "pp=2,schedule=gpipe,stages=1|3", "llama"), (2, "pp=2,micro_batch=2", "gpt"),
@@ -45,7 +52,23 @@ LATENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "layout", "model"), DENSE + CONTEXT + EXPERTS + LATENT)
+EIGHT = [
+    (8, "tp=2,cp=2,pp=2", "llama"), (8, "pp=2,ep=2,dp=4,zero=3", "moe-v3"), (8, "tp=2,dp=4,ep=4,etp=1", "moe"),
+    (8, "cp=4,cp_kind=ring2xulysses2,dp=2", "llama"), (8, "tp=2,pp=2,dp=2,zero=2,schedule=zb-v", "llama"),
+    (8, "tp=2,cp=2,dp=2,ep=8,zero=1", "moe-v3"), (8, "dp_replicate=2,dp_shard=2,cp=2,zero=3", "mqa"),
+    (8, "pp=4,vpp=2,schedule=interleaved,dp=2,micro_batch=1", "gpt"), (8, "tp=8", "mqa"), (8, "tp=4,cp=2,ep=4,etp=2", "mla"),
+    (8, "dp_replicate=2,dp_shard=2,pp=2,ep=2,zero=3,recompute=full", "moe"), (8, "tp=2,pp=2,cp=2,ep=2,schedule=dualpipe-v,micro_batch=2", "mla"),
+    (8, "cp=8", "gpt"), (8, "cp=8,cp_kind=ulysses", "mqa"), (8, "tp=2,pp=2,dp=2,ep=4,order=tp-pp-dp,zero=1", "moe-qwen2"),
+    (8, "pp=8,micro_batch=1", "llama8"),
+]  # fmt: skip
+MATRIX = [
+    pytest.param(*case, marks=[] if number % 4 == 0 else pytest.mark.slow if case[0] < 8 else pytest.mark.verify)
+    for number, case in enumerate(DENSE + CONTEXT + EXPERTS + LATENT + EIGHT)
+]
+"""Every fourth runs always, the others of up to 4 processes in CI, those of 8 in ``make verify``."""
+
+
+@pytest.mark.parametrize(("world", "layout", "model"), MATRIX)
 def test_loss_and_every_gradient_equal_one_process(
     gradients: Callable[..., dict[str, Any]], world: int, layout: str, model: str
 ) -> None:
@@ -63,14 +86,26 @@ def compare(gradients: Callable[..., dict[str, Any]], world: int, layout: str, m
 
 
 @pytest.mark.parametrize("mask", ["random", "one"])
-@pytest.mark.parametrize("layout", ["cp=4", "cp=2,dp=2", "cp=4,cp_kind=ring2xulysses2", "cp=2,pp=2,micro_batch=2"])
+@pytest.mark.parametrize("layout", ["cp=4", *slow("cp=2,dp=2", "cp=4,cp_kind=ring2xulysses2", "cp=2,pp=2,micro_batch=2")])
 def test_uneven_loss_masks_count_over_the_whole_batch(gradients: Callable[..., dict[str, Any]], layout: str, mask: str) -> None:
     """Case E01: with one valid token in the batch, three of four ranks have none."""
     compare(gradients, 4, layout, "llama", source={"mask": mask})
 
 
 @pytest.mark.parametrize(
-    "layout", ["cp=4", "cp=4,cp_kind=ulysses", "cp=4,cp_kind=allgather", "cp=4,cp_kind=ring2xulysses2", "tp=2,pp=2"]
+    "layout", ["cp=4,cp_kind=ring2xulysses2", *slow("cp=4", "cp=4,cp_kind=ulysses", "cp=4,cp_kind=allgather", "tp=2,pp=2")]
 )
 def test_attention_stays_inside_documents_of_packed_sequences(gradients: Callable[..., dict[str, Any]], layout: str) -> None:
     compare(gradients, 4, layout, "llama" if "ulysses=4" not in layout else "gpt", source={"documents": True})
+
+
+@pytest.mark.parametrize("layout", ["dp=4,ep=4,zero=3", *slow("dp=4,ep=4", "tp=2,dp=2,ep=2,etp=2", "dp=2,pp=2,ep=2,micro_batch=2")])
+def test_ranks_whose_experts_get_no_token_do_not_hang(gradients: Callable[..., dict[str, Any]], layout: str) -> None:
+    """Case D01: all tokens choose experts 0 to 3, so the ranks of experts 4 to 7 have none."""
+    compare(gradients, 4, layout, "moe-v3", force=True)
+
+
+@pytest.mark.parametrize("layout", ["pp=2,dp=2,zero=2", *slow("pp=4,micro_batch=2", "pp=2,tp=2")])
+def test_both_ends_of_a_pipeline_hold_the_same_tied_embedding(processes: Callable[..., list[Any]], layout: str) -> None:
+    """Case F05: two copies, trained as one."""
+    assert processes(4, "tied_copies", layout=layout, steps=3) == [True] * 4
