@@ -15,7 +15,7 @@ from typing import Any
 
 from cost_models.job import Job
 from cost_models.layout import SCHEDULES, Layout, divisors
-from planner.rules import batch, cluster, model, schedule, target  # noqa: F401 - registers the rules
+from planner.rules import batch, cluster, combinations, model, schedule, target  # noqa: F401 - registers the rules
 from planner.rules.core import RULES, Break, Case, Limits, Rule, limits_of, targets
 from planner.rules.model import padded_vocab, ulysses_degrees
 from profiles.errors import InputError
@@ -171,7 +171,7 @@ def read_layout(job: Job, text: str) -> Layout:
     if values.get("schedule") in ("zb-v", "dualpipe-v") and "vpp" not in values:
         values["vpp"] = 2
     if "sp" not in values:
-        values["sp"] = values.get("tp", 1) > 1
+        values["sp"] = values.get("tp", 1) > 1 and limits.sequence_parallel
     if "cp_kind" not in values and values.get("cp", 1) > 1 and "ring" not in limits.cp_kinds and limits.cp_kinds:
         values["cp_kind"] = limits.cp_kinds[0]
     return Layout(**values)

@@ -1,0 +1,41 @@
+"""Rules of the target that forbid features only together; the data is ``excluded`` in ``planner/data/limits.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from planner.rules.core import Break, Case, rule
+
+TERMS: dict[str, tuple[str, Callable[[Case], bool]]] = {
+    "tp": ("tp", lambda c: c.layout.tp > 1),
+    "cp": ("cp", lambda c: c.layout.cp > 1),
+    "ep": ("ep", lambda c: c.layout.ep > 1),
+    "ep1": ("ep", lambda c: c.layout.ep == 1),
+    "hsdp": ("dp_replicate", lambda c: c.layout.dp_replicate > 1 and c.layout.dp_shard > 1),
+    "unsharded": ("dp_shard", lambda c: c.layout.dp_shard * c.layout.cp == 1),
+    "zero0": ("zero", lambda c: c.layout.zero == 0),
+    "zero1": ("zero", lambda c: c.layout.zero == 1),
+    "zero2": ("zero", lambda c: c.layout.zero == 2),
+    "zero3": ("zero", lambda c: c.layout.zero == 3),
+    "offload": ("offload", lambda c: bool(c.layout.offload)),
+    "capacity": ("capacity", lambda c: c.layout.capacity > 0),
+    "moe": ("model", lambda c: c.job.model.moe is not None),
+}
+"""What a combination may name: the field to blame, and when it holds."""
+
+
+@rule("target", "tp cp ep dp_replicate dp_shard zero offload capacity", "the target has these features together")
+def combination_is_expressible(case: Case) -> Iterator[Break]:
+    for entry in case.limits.excluded:
+        terms = [TERMS[name] for name in entry["with"]]
+        if all(holds(case) for _, holds in terms):
+            field = terms[0][0]
+            value = getattr(case.layout, field)
+            shown = "+".join(value) if field == "offload" else value
+            yield Break(field, shown, f"{case.limits.target}: {entry['why']}", ("none",) if field == "offload" else None)
+
+
+@rule("target", "tp sp", "the target has sequence parallelism")
+def sequence_parallelism_is_expressible(case: Case) -> Iterator[Break]:
+    if case.layout.sp and not case.limits.sequence_parallel:
+        yield Break("sp", True, f"{case.limits.target}: tensor parallelism without sequence parallelism", (False,))
