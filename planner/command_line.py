@@ -16,7 +16,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 EXECUTIONS = ("axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate")
 
 
-class Tokens(click.ParamType):
+class Tokens(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """A positive count; k and M stand for 1,024 and 1,048,576 (``8k`` = 8192)."""
 
     name = "COUNT"

@@ -59,7 +59,7 @@ class Run:
     def seconds(self) -> float:
         """Median step time after the first quarter of the steps, which warm up caches and allocators."""
         warm = self.records[max(1, len(self.records) // 4) :] or self.records
-        return statistics.median(r["seconds"] for r in warm)
+        return float(statistics.median(r["seconds"] for r in warm))
 
     @property
     def peak_bytes(self) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from cost_models.layout import Layout, divisors, nearest
 from planner.runtime.attention import Tokens
@@ -36,7 +37,7 @@ def build(
     spec = ModelSpec.model_validate(model)
     local = spec.model_copy(update={"kinds": (local_layer(spec.kinds[kind], tp),), "pattern": (0,)})
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     layout = Layout()
     mesh = Mesh(layout, local, device)
     tensor = TensorParallel(mesh.tp, False)
