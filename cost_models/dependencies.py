@@ -6,16 +6,17 @@ Built once for (schedule, ranks, chunks, microbatches) and cached; ``cost_models
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.schedules import Action, Order, order_table, period, rank_of
+from cost_models.schedules import Rows, order_rows, period, rank_of
 
 KINDS = 6
 """Kinds of duration a chunk has, in this order: F, B, W, BW, F in a pair, BW in a pair."""
-_ROW = {"F": 0, "B": 1, "W": 2, "BW": 3}
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,11 @@ class Graph:
     values by kind and chunk, then a zero, then the start of each rank.
 
     *Steady state.* A rank's actions read head, block, block, ..., tail, where a block equals the block before it, a period of
-    microbatches later. If every node of blocks ``steady[0]..steady[1]`` ended x later than the same node k blocks earlier, and no
-    ancestor of those blocks lies in a tail, then, by induction over the topological order, so does every later block of a longer
-    run, and k more blocks add x to the whole: what a node awaits lies at most so many blocks back that the range covers it.
+    microbatches later. ``steady`` is a range of blocks such that no ancestor of them lies in a tail and everything that later nodes
+    await lies in it or after it. If there each node ends d later than the same node k blocks before, and k blocks before that,
+    with its own d, then the ends of longer runs go on as straight lines, provided that no node comes to wait for its other
+    predecessor: the larger of two straight lines, once it has been straight over three points, is straight between them
+    (convexity), so that it is enough to look at the last block that is added (``steady_state``).
     """
 
     pp: int
@@ -52,6 +55,10 @@ class Graph:
     """Nodes of one block by rank and kind."""
     steady: tuple[int, int]
     """First and last block that must have repeated; (1, 0) where the table is too short to tell."""
+    block_of: list[int]
+    """The block of every node: -1 in a head, the number of blocks in a tail. Empty where there are no blocks."""
+    paired: bool
+    """Whether any actions run in pairs (whose inner nodes belong to no block)."""
 
     def times(self, durations: list[float], lags: list[float]) -> list[float]:
         """Seconds at which every node ends."""
@@ -62,24 +69,83 @@ class Graph:
             append((ready if ready > arrived else arrived) + durations[kind])
         return ended
 
-    def growth(self, times: list[float], tolerance: float) -> tuple[int, float] | None:
-        """(k, seconds that k more blocks add) where the steady state has been reached, k as small as can be; else None.
+    @cached_property
+    def awaited(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """For every node of the last steady block: (place in its block, blocks later) of the node before it and of the node it
+        awaits; place -1 where there is none."""
+        place = np.full((len(self.before) + 1, 2), -1)
+        for number, nodes in enumerate(self.blocks):
+            place[nodes, 0], place[nodes, 1] = np.arange(len(nodes)), number
+        last = self.blocks[self.steady[1]]
+        found = []
+        for others in (np.array([0, *self.before])[last], np.array([0, *self.source])[last]):
+            found += [place[others, 0], np.where(place[others, 0] >= 0, place[others, 1] - self.steady[1], 0)]
+        return found[0], found[1], found[2], found[3]
 
-        k is more than 1 where the slowest cycle of waits runs over several microbatches: one that goes down the pipeline and back
-        while only so many microbatches may be under way.
-        """
+    def steady_state(
+        self, times: list[float], durations: list[float], lags: list[float], more: int, tolerance: float
+    ) -> int | None:
+        """Blocks k after which the ends of the steady blocks repeat themselves on straight lines, where ``more`` further blocks
+        (a multiple of k) stay on them; None where the steady state has not been reached, or would be left. -k where only ``more``
+        is no multiple of k."""
         first, last = self.steady
         if last < first:
             return None
         ended = np.array(times)[self.blocks]
         allowed = tolerance * times[self.ends[0]]
-        for apart in range(1, min(first, 2 * self.pp + 1) + 1):
-            grown: float = ended[last, 0] - ended[last - apart, 0]
-            if np.abs(ended[last] - ended[last - apart] - grown).max() > allowed:
+        for apart in range(1, min(first // 2, 2 * self.pp + 1) + 1):
+            grown = ended[first - apart : last + 1] - ended[first - 2 * apart : last + 1 - apart]
+            if np.abs(grown[-1] - grown[-1 - apart]).max() > allowed or np.abs(grown[apart:] - grown[:-apart]).max() > allowed:
                 continue
-            if np.abs(ended[first : last + 1] - ended[first - apart : last + 1 - apart] - grown).max() <= allowed:
-                return apart, grown
+            if np.ptp(grown[-apart:], axis=None) <= allowed or (
+                not self.paired and self._holds(ended, durations, lags, apart, more, allowed)
+            ):
+                return apart if more % apart == 0 else -apart
+            return None
         return None
+
+    def _holds(self, ended: Floats, durations: list[float], lags: list[float], apart: int, more: int, allowed: float) -> bool:
+        """Whether every node still follows from its predecessors ``more`` blocks on, all of them on their lines."""
+        last = self.steady[1]
+        before, before_blocks, source, source_blocks = self.awaited
+        nodes = self.blocks[last]
+        seconds = np.array(durations)[np.array(self.kind)[nodes - 1]]
+        lag = np.array(lags)[np.array(self.lag)[nodes - 1]]
+        turns = -(-more // apart) * apart
+
+        def end(place: Ints, block: Ints | int) -> Floats:
+            """Ends of nodes in ``block`` blocks after the last one, on their lines."""
+            behind = np.broadcast_to(-np.asarray(block), place.shape)
+            phase, periods = behind % apart, behind // apart
+            base = ended[last - phase, place]
+            line: Floats = base - periods * (base - ended[last - phase - apart, place])
+            return line
+
+        everyone = np.arange(len(nodes))
+        for phase in range(apart):
+            at = turns - phase
+            ready = np.where(before >= 0, end(before, before_blocks + at), -np.inf)
+            arrived = np.where(source >= 0, end(source, source_blocks + at) + lag, -np.inf)
+            if np.abs(np.maximum(ready, arrived) + seconds - end(everyone, at)).max() > allowed:
+                return False
+        return True
+
+    def longer(self, times: list[float], durations: list[float], lags: list[float], apart: int, more: int) -> list[float]:
+        """Ends of the nodes of a run that is ``more`` blocks longer: its last steady blocks and what comes after them, at the nodes
+        of this one. What lies before the steady blocks is left as it is."""
+        first, last = self.steady
+        later = times.copy()
+        for number in range(first, last + 1):
+            nodes = self.blocks[number]
+            ended = np.array(times)[nodes]
+            grown = ended - np.array(times)[self.blocks[number - apart]]
+            for node, end in zip(nodes.tolist(), (ended + more // apart * grown).tolist(), strict=True):
+                later[node] = end
+        for node in range(1, len(later)):
+            if self.block_of[node] > last:
+                ready, arrived = later[self.before[node - 1]], later[self.source[node - 1]] + lags[self.lag[node - 1]]
+                later[node] = (ready if ready > arrived else arrived) + durations[self.kind[node - 1]]
+        return later
 
 
 @lru_cache(maxsize=512)
@@ -90,170 +156,204 @@ def remote_boundaries(schedule: str, pp: int, chunks: int) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=256)
 def graph(schedule: str, pp: int, vpp: int, microbatches: int) -> Graph:
-    """The graph of ``order_table``; cached. Raises InputError where the schedule cannot run."""
-    builder = _Builder(order_table(schedule, pp, vpp, microbatches), pp * vpp, remote_boundaries(schedule, pp, pp * vpp))
-    return builder.build(period(schedule, pp, vpp, microbatches))
+    """The graph of ``order_rows``; cached. Raises InputError where the schedule cannot run."""
+    shift = period(schedule, pp, vpp, microbatches)
+    remote = np.array(remote_boundaries(schedule, pp, pp * vpp))
+    return build(order_rows(schedule, pp, vpp, microbatches), pp * vpp, remote, shift)
 
 
-class _Builder:
-    """Lays the nodes of a table in an order in which each comes after what it waits for."""
+@dataclass(frozen=True)
+class _Slots:
+    """Nodes numbered rank by rank (from 1), before they are put in an order: what each awaits, over which transfer, its duration,
+    its rank, and for every action the slot that holds its result."""
 
-    def __init__(self, table: tuple[Order, ...], chunks: int, remote: tuple[bool, ...]) -> None:
-        self.table, self.chunks, self.remote, self.pp = table, chunks, remote, len(table)
-        self.before: list[int] = []
-        self.source: list[int] = []
-        self.lag: list[int] = []
-        self.kind: list[int] = []
-        self.places = [(-1, -1)]
-        self.last = [0] * self.pp
-        self.node_at = [[0] * len(order) for order in table]
-        self.done: dict[tuple[bool, int, int], int] = {}
-        """Node that ended (forward?, microbatch, chunk)."""
-
-    def build(self, shift: int) -> Graph:
-        for rank in range(self.pp):
-            self._add(rank, 0, 0, KINDS * self.chunks + 1 + rank, -1)
-        self._lay()
-        firsts = [self.node_at[rank][0] for rank in range(self.pp)]
-        counts = np.zeros((self.pp, KINDS * self.chunks + 1 + self.pp), np.int64)
-        np.add.at(counts, ([rank for rank, _ in self.places[1:]], self.kind), 1)
-        blocks, per_block, steady = self._steady(shift, counts.shape)
-        return Graph(
-            self.pp, self.chunks, self.before, self.source, self.lag, self.kind, firsts, self.last, self.places,
-            counts, blocks, per_block, steady,
-        )  # fmt: skip
-
-    def _add(self, rank: int, source: int, lag: int, kind: int, position: int) -> int:
-        self.before.append(self.last[rank])
-        self.source.append(source)
-        self.lag.append(lag)
-        self.kind.append(kind)
-        self.places.append((rank, position))
-        self.last[rank] = len(self.before)
-        return self.last[rank]
-
-    def _awaited(self, a: Action) -> tuple[tuple[bool, int, int], int] | None:
-        """(what the action waits for, boundary it crosses); None when it only waits for its own rank."""
-        if a.kind == "F" and a.chunk > 0:
-            return (True, a.microbatch, a.chunk - 1), a.chunk - 1
-        if a.kind in ("B", "BW") and a.chunk < self.chunks - 1:
-            return (False, a.microbatch, a.chunk + 1), a.chunk
-        return None
-
-    def _lay(self) -> None:
-        at = [0] * self.pp
-        sleeping: dict[tuple[bool, int, int], int] = {}
-        ready = list(range(self.pp))
-        while ready:
-            rank = ready.pop()
-            order = self.table[rank]
-            while at[rank] < len(order):
-                position = at[rank]
-                parts = order[position : position + 2] if order[position].paired else order[position : position + 1]
-                sources, missing = [], None
-                for part in parts:
-                    awaited = self._awaited(part)
-                    if awaited is None:
-                        sources.append((0, 0))
-                    elif awaited[0] in self.done:
-                        boundary = awaited[1]
-                        lag = 1 + boundary + (0 if part.kind == "F" else self.chunks)
-                        sources.append((self.done[awaited[0]], lag if self.remote[boundary] else 0))
-                    else:
-                        missing = awaited[0]
-                        break
-                if missing is not None:
-                    sleeping[missing] = rank
-                    break
-                node = self._place(rank, position, parts, sources)
-                for offset, part in enumerate(parts):
-                    self.node_at[rank][position + offset] = node
-                    if part.kind != "W":
-                        key = (part.kind == "F", part.microbatch, part.chunk)
-                        self.done[key] = node
-                        if key in sleeping:
-                            ready.append(sleeping.pop(key))
-                at[rank] += len(parts)
-        for rank, order in enumerate(self.table):
-            if at[rank] < len(order):
-                raise AssertionError(f"the order table deadlocks on rank {rank} before {order[at[rank]]}")
-
-    def _place(self, rank: int, position: int, parts: tuple[Action, ...], sources: list[tuple[int, int]]) -> int:
-        rows = [_ROW[part.kind] for part in parts]
-        if len(parts) == 2:
-            self._add(rank, *sources[0], KINDS * self.chunks, position)
-            self._add(rank, *sources[1], 4 * self.chunks + parts[0].chunk, position)
-            return self._add(rank, 0, 0, 5 * self.chunks + parts[1].chunk, position + 1)
-        return self._add(rank, *sources[0], rows[0] * self.chunks + parts[0].chunk, position)
-
-    # -- the steady state ---------------------------------------------------------------------------------------------
-
-    def _steady(self, shift: int, shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], tuple[int, int]]:
-        per_block = np.zeros(shape, np.int64)
-        runs = [_run(order, shift) for order in self.table] if shift else []
-        number = min((blocks for _, _, blocks in runs), default=0)
-        if number < 3:
-            return np.zeros((0, 0), np.int64), per_block, (1, 0)
-        rows = [self.node_at[rank][start : start + number * size] for rank, (start, size, _) in enumerate(runs)]
-        blocks = np.concatenate([np.array(row).reshape(number, -1) for row in rows], axis=1)
-        block_of = [-1]
-        for rank, position in self.places[1:]:
-            start, size, _ = runs[rank]
-            block_of.append(-1 if position < start else min(number, (position - start) // size))
-        for rank, (start, size, _) in enumerate(runs):
-            order = self.table[rank]
-            for i in range(start, start + size):
-                row = _ROW[order[i].kind]
-                if order[i].paired or (i > 0 and order[i - 1].paired):
-                    row = 4 if row == 0 else 5
-                per_block[rank, row * self.chunks + order[i].chunk] += 1
-        return blocks, per_block, self._window(block_of, number)
-
-    def _window(self, block_of: list[int], number: int) -> tuple[int, int]:
-        """Blocks that must have repeated (see ``Graph``)."""
-        farthest = list(block_of)
-        depth, reach, tail = 0, 1, 1
-        for node in range(1, len(self.places)):
-            own = block_of[node]
-            for other in (self.before[node - 1], self.source[node - 1]):
-                if not other:
-                    continue
-                farthest[node] = max(farthest[node], farthest[other])
-                theirs = block_of[other]
-                if 0 <= theirs < number:
-                    if own == number:
-                        tail = max(tail, number - theirs)
-                    elif own >= 0:
-                        reach = max(reach, own - theirs)
-            if 0 <= own < number:
-                depth = max(depth, farthest[node] - own)
-        last = number - 1 - depth
-        first = min(last - reach + 1, number - tail)
-        return (first, last) if first >= 1 else (1, 0)
+    source: Ints
+    lag: Ints
+    kind: Ints
+    rank: Ints
+    position: Ints
+    result: list[Ints]
 
 
-def _run(order: Order, shift: int) -> tuple[int, int, int]:
+def build(orders: tuple[Rows, ...], chunks: int, remote: npt.NDArray[np.bool_], shift: int) -> Graph:
+    """The graph of any orders, one a rank, over ``chunks`` chunks; ``remote[c]``: chunks c and c + 1 are on different ranks.
+
+    Raises AssertionError where the orders wait for one another in a circle.
+    """
+    pp = len(orders)
+    slots = _slots(orders, chunks, remote)
+    order = np.array(_topological(slots, pp))
+    number = np.zeros(len(order) + 1, np.int64)
+    number[order] = np.arange(1 + pp, len(order) + 1 + pp)
+    rank = slots.rank[order]
+    before = np.concatenate([np.zeros(pp, np.int64), _previous(order, rank, number, pp)])
+    source = np.concatenate([np.zeros(pp, np.int64), number[slots.source[order]]])
+    kind = np.concatenate([KINDS * chunks + 1 + np.arange(pp), slots.kind[order]])
+    lag = np.concatenate([np.zeros(pp, np.int64), slots.lag[order]])
+    counts = np.zeros((pp, KINDS * chunks + 1 + pp), np.int64)
+    np.add.at(counts, (np.concatenate([np.arange(pp), rank]), kind), 1)
+    results = [number[result] for result in slots.result]
+    places = [(-1, -1), *((r, -1) for r in range(pp)), *zip(rank.tolist(), slots.position[order].tolist(), strict=True)]
+    blocks, per_block, block_of = _blocks(orders, results, places, shift, counts.shape)
+    steady = _window(block_of, before.tolist(), source.tolist(), len(blocks)) if len(blocks) else (1, 0)
+    firsts, ends = ([int(number[s]) for s in slots_of] for slots_of in _ends_of(slots, pp))
+    return Graph(
+        pp, chunks, before.tolist(), source.tolist(), lag.tolist(), kind.tolist(), firsts, ends, places,
+        counts, blocks, per_block, steady, block_of, any(bool(rows[:, 3].any()) for rows in orders),
+    )  # fmt: skip
+
+
+def _slots(orders: tuple[Rows, ...], chunks: int, remote: npt.NDArray[np.bool_]) -> _Slots:
+    """One slot an action, two for the first of a pair (its own wait, then the partner's): a pair starts when both may start, and both
+    its results exist when it ends."""
+    most = 1 + max(int(rows[:, 1].max()) for rows in orders)
+    forward, backward = np.zeros((most, chunks + 1), np.int64), np.zeros((most, chunks + 2), np.int64)
+    columns, results, start = [], [], 1
+    for rank, rows in enumerate(orders):
+        kind, microbatch, chunk, paired = rows.T
+        slot = start + np.arange(len(rows)) + np.cumsum(paired)
+        partner = np.roll(paired, 1)
+        result = np.where(paired == 1, np.roll(slot, -1), slot)
+        is_forward, is_backward = kind == 0, (kind == 1) | (kind == 3)
+        forward[microbatch[is_forward], chunk[is_forward] + 1] = result[is_forward]
+        backward[microbatch[is_backward], chunk[is_backward]] = result[is_backward]
+        duration = np.where(paired == 1, 4, np.where(partner == 1, 5, kind)) * chunks + chunk
+        columns.append((rank, rows, slot, partner, duration))
+        results.append(result)
+        start = int(slot[-1]) + 1
+    table = np.zeros((5, start), np.int64)
+    source, lag, kinds, ranks, positions = table
+    kinds[:] = KINDS * chunks
+    for rank, rows, slot, partner, duration in columns:
+        kind, microbatch, chunk, paired = rows.T
+        up, down = (kind == 0) & (chunk > 0), ((kind == 1) | (kind == 3)) & (chunk < chunks - 1)
+        awaited = np.where(
+            up, forward[microbatch, chunk], np.where(down, backward[microbatch, np.minimum(chunk + 1, chunks - 1)], 0)
+        )
+        if (awaited[up | down] == 0).any():
+            raise AssertionError(f"the order deadlocks on rank {rank}: it awaits an action that no rank does")
+        boundary = np.where(up, chunk - 1, np.where(down, chunk, -1))
+        crossed = np.where((boundary >= 0) & remote[boundary], 1 + boundary + np.where(up, 0, chunks), 0)
+        own = np.where(partner == 1, 0, awaited), np.where(partner == 1, 0, crossed)
+        follows = np.where(paired == 1, np.roll(awaited, -1), own[0]), np.where(paired == 1, np.roll(crossed, -1), own[1])
+        source[slot], lag[slot], kinds[slot] = follows[0], follows[1], duration
+        waits = slot[paired == 1] - 1
+        source[waits], lag[waits] = awaited[paired == 1], crossed[paired == 1]
+        ranks[slot[0] - paired[0] : slot[-1] + 1], positions[slot] = rank, np.arange(len(rows))
+        positions[waits] = np.flatnonzero(paired == 1)
+    return _Slots(source, lag, kinds, ranks, positions, results)
+
+
+def _ends_of(slots: _Slots, pp: int) -> tuple[list[int], list[int]]:
+    """(result of the first action, last slot) of every rank."""
+    last = np.searchsorted(slots.rank[1:], np.arange(pp), side="right")
+    return [int(result[0]) for result in slots.result], [int(slot) for slot in last]
+
+
+def _topological(slots: _Slots, pp: int) -> list[int]:
+    """The slots in an order in which each comes after what it waits for."""
+    source = slots.source.tolist()
+    bounds = [1, *(int(end) + 1 for end in np.searchsorted(slots.rank[1:], np.arange(pp), side="right"))]
+    at, stops = bounds[:-1].copy(), bounds[1:]
+    done = bytearray(len(source))
+    done[0] = 1
+    sleeping: dict[int, int] = {}
+    order: list[int] = []
+    ready = list(range(pp))
+    while ready:
+        rank = ready.pop()
+        slot, stop = at[rank], stops[rank]
+        while slot < stop:
+            awaited = source[slot]
+            if not done[awaited]:
+                sleeping[awaited] = rank
+                break
+            done[slot] = 1
+            order.append(slot)
+            if slot in sleeping:
+                ready.append(sleeping.pop(slot))
+            slot += 1
+        at[rank] = slot
+    if len(order) < len(source) - 1:
+        stuck = next(rank for rank in range(pp) if at[rank] < stops[rank])
+        raise AssertionError(f"the order deadlocks on rank {stuck} at its action {int(slots.position[at[stuck]])}")
+    return order
+
+
+def _previous(order: Ints, rank: Ints, number: Ints, pp: int) -> Ints:
+    """For every node in ``order``: the node before it on its rank (slots of a rank are consecutive), or the rank's start."""
+    before: Ints = number[order - 1]
+    starts = np.zeros(len(order), bool)
+    first = np.full(pp, len(order) + 1)
+    np.minimum.at(first, rank, order)
+    starts[np.flatnonzero(order == first[rank])] = True
+    return np.where(starts, rank + 1, before)
+
+
+# -- the steady state ---------------------------------------------------------------------------------------------------------
+
+
+def _blocks(
+    orders: tuple[Rows, ...], results: list[Ints], places: list[tuple[int, int]], shift: int, shape: tuple[int, ...]
+) -> tuple[Ints, Ints, list[int]]:
+    """(nodes of every block, a row each; nodes of one block by rank and kind; the block of every node: -1 in a head, their number in
+    a tail). Empty where the orders do not repeat."""
+    per_block = np.zeros(shape, np.int64)
+    runs = [_run(rows, shift) for rows in orders] if shift else []
+    number = min((blocks for _, _, blocks in runs), default=0)
+    if number < 3:
+        return np.zeros((0, 0), np.int64), per_block, []
+    rows_of = [results[rank][start : start + number * size].reshape(number, size) for rank, (start, size, _) in enumerate(runs)]
+    rank, position = np.array(places).T
+    start, size = (np.array([run[i] for run in runs]) for i in (0, 1))
+    block = np.clip((position - start[rank]) // size[rank], -1, number)
+    block[0] = -1
+    chunks = (shape[1] - 1 - shape[0]) // KINDS
+    for r, (first, length, _) in enumerate(runs):
+        part = orders[r][first : first + length]
+        partner = np.roll(orders[r][:, 3], 1)[first : first + length]
+        kind = np.where(part[:, 3] == 1, 4, np.where(partner == 1, 5, part[:, 0]))
+        np.add.at(per_block[r], kind * chunks + part[:, 2], 1)
+    return np.concatenate(rows_of, axis=1), per_block, block.tolist()
+
+
+def _window(block_of: list[int], before: list[int], source: list[int], number: int) -> tuple[int, int]:
+    """First and last block that must have repeated (see ``Graph``)."""
+    block = np.array(block_of)
+    reach, tail = 1, 1
+    for other in (np.array([0, *before]), np.array([0, *source])):
+        theirs = block[other]
+        inside = (other > 0) & (theirs >= 0) & (theirs < number)
+        late, early = inside & (block == number), inside & (block >= 0) & (block < number)
+        tail = max(tail, int((number - theirs[late]).max(initial=1)))
+        reach = max(reach, int((block - theirs)[early].max(initial=1)))
+    farthest = list(block_of)
+    for node, (one, two) in enumerate(zip(before, source, strict=True), start=1):
+        most = farthest[one] if farthest[one] > farthest[two] else farthest[two]
+        if most > farthest[node]:
+            farthest[node] = most
+    ahead = (np.array(farthest) - block)[(block >= 0) & (block < number)]
+    last = number - 1 - int(ahead.max(initial=0))
+    first = min(last - reach + 1, number - tail)
+    return (first, last) if first >= 1 else (1, 0)
+
+
+def _run(rows: Rows, shift: int) -> tuple[int, int, int]:
     """(start, actions, number) of the equal blocks in the middle of an order; number 0 where there are none."""
-    place = {(a.kind, a.microbatch, a.chunk): i for i, a in enumerate(order)}
-    middle = next((i for i in range(len(order) // 2, len(order)) if order[i].kind == "F"), None)
-    if middle is None:
+    forwards = np.flatnonzero(rows[:, 0] == 0)
+    later = forwards[forwards >= len(rows) // 2]
+    if not len(later):
         return 0, 1, 0
-    a = order[middle]
-    back = place.get((a.kind, a.microbatch - shift, a.chunk))
-    if back is None:
+    middle = int(later[0])
+    earlier = forwards[(rows[forwards, 1] == rows[middle, 1] - shift) & (rows[forwards, 2] == rows[middle, 2])]
+    if not len(earlier):
         return 0, 1, 0
+    back = int(earlier[0])
     size = middle - back
-
-    def same(i: int) -> bool:
-        x, y = order[i], order[i + size]
-        return x.kind == y.kind and x.chunk == y.chunk and x.paired == y.paired and y.microbatch == x.microbatch + shift
-
-    start = back
-    while start > 0 and same(start - 1):
-        start -= 1
-    stop = back
-    while stop + size < len(order) and same(stop):
-        stop += 1
-    if start + size <= len(order) and order[start + size - 1].paired:
+    step = np.array([0, shift, 0, 0])
+    different = np.flatnonzero((rows[size:] != rows[:-size] + step).any(axis=1))
+    start = int(different[different < back].max(initial=-1)) + 1
+    stop = int(different[different > back].min(initial=len(rows) - size))
+    if rows[start + size - 1, 3]:
         start += 1
     return start, size, (stop - start) // size + 1

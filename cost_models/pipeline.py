@@ -100,6 +100,8 @@ class Timeline:
     _shape: _Shape = field(repr=False)
     _graph: Graph = field(repr=False)
     _times: list[float] = field(repr=False)
+    _later: list[float] = field(repr=False)
+    """Ends in the run asked for, of the nodes after the steady state of the run that was walked."""
     _skipped: int = field(repr=False)
     """Blocks of the steady state that were extrapolated."""
     _apart: int = field(repr=False, default=1)
@@ -145,13 +147,13 @@ class Timeline:
     def path(self) -> Path:
         """The critical path: its length is ``seconds``, and under any other durations a lower bound of theirs."""
         rank = max(range(len(self.finish)), key=lambda r: self.finish[r] + self._shape.ends[r])
-        g, times = self._graph, self._times
-        steps = _backtrack(g, times, self._shape.lags, g.ends[rank])
+        g = self._graph
+        steps = _backtrack(g, self._times, self._later, self._shape.lags, g.ends[rank])
         if self._skipped:
             stretch = _stretch(g, steps, self._skipped, self._apart)
             if stretch is None:
                 g, times = self._whole
-                steps = _backtrack(g, times, self._shape.lags, g.ends[rank])
+                steps = _backtrack(g, times, times, self._shape.lags, g.ends[rank])
             else:
                 steps = steps + stretch
         return _path(g, steps, self._shape.blocking, rank, self._shape.table[0])
@@ -198,7 +200,7 @@ def simulate(
         if found:
             return found
     whole = graph(schedule, pp, vpp, microbatches)
-    return _timeline(shape, whole, whole.times(shape.durations, shape.lags), 0, 0.0)
+    return _timeline(shape, whole, whole.times(shape.durations, shape.lags))
 
 
 def _extrapolated(shape: _Shape, shorter: int, skipped: int) -> Timeline | None:
@@ -207,14 +209,14 @@ def _extrapolated(shape: _Shape, shorter: int, skipped: int) -> Timeline | None:
     for _ in range(2):
         short = graph(schedule, pp, vpp, shorter)
         times = short.times(shape.durations, shape.lags)
-        growth = short.growth(times, TOLERANCE)
-        if growth is None:
+        apart = short.steady_state(times, shape.durations, shape.lags, skipped, TOLERANCE)
+        if apart is None:
             return None
-        apart, seconds = growth
-        if skipped % apart == 0:
-            return _timeline(shape, short, times, skipped, skipped // apart * seconds, apart)
-        shorter += skipped % apart * ((microbatches - shorter) // skipped)
-        skipped -= skipped % apart
+        if apart > 0:
+            later = short.longer(times, shape.durations, shape.lags, apart, skipped)
+            return _timeline(shape, short, times, skipped, later, apart)
+        shorter += skipped % -apart * ((microbatches - shorter) // skipped)
+        skipped -= skipped % -apart
     return None
 
 
@@ -233,13 +235,15 @@ def _shorter(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[tuple
     return tuple(out)
 
 
-def _timeline(shape: _Shape, g: Graph, times: list[float], skipped: int, later: float, apart: int = 1) -> Timeline:
-    finish = tuple(times[end] + later for end in g.ends)
+def _timeline(
+    shape: _Shape, g: Graph, times: list[float], skipped: int = 0, later: list[float] | None = None, apart: int = 1
+) -> Timeline:
+    finish = tuple((later or times)[end] for end in g.ends)
     begin = tuple(times[n] - shape.durations[g.kind[n - 1]] for n in g.firsts)
     size = KINDS * g.chunks
     busy = (g.counts + skipped * g.block_counts)[:, :size] @ np.array(shape.durations[:size])
     seconds = max(t + e for t, e in zip(finish, shape.ends, strict=True))
-    return Timeline(seconds, begin, finish, tuple(busy.tolist()), shape, g, times, skipped, apart)
+    return Timeline(seconds, begin, finish, tuple(busy.tolist()), shape, g, times, later or times, skipped, apart)
 
 
 def _by(value: float | Durations, size: int) -> Floats:
@@ -257,11 +261,13 @@ Step = tuple[int, bool]
 """A node of a path, and whether the path came to it over a transfer (rather than from the node before it on its rank)."""
 
 
-def _backtrack(g: Graph, times: list[float], lags: list[float], node: int) -> list[Step]:
+def _backtrack(g: Graph, times: list[float], later: list[float], lags: list[float], node: int) -> list[Step]:
+    """The longest path into ``node``: by the ends in ``later`` after the steady state, by those in ``times`` up to it."""
     steps = []
     while node:
         before, source = g.before[node - 1], g.source[node - 1]
-        across = source > 0 and times[source] + lags[g.lag[node - 1]] > times[before]
+        ends = later if later is not times and g.block_of[node] > g.steady[1] else times
+        across = source > 0 and ends[source] + lags[g.lag[node - 1]] > ends[before]
         steps.append((node, across))
         node = source if across else before
     return steps[::-1]

@@ -24,7 +24,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from profiles.errors import InputError
+
+KINDS = ("F", "B", "W", "BW")
+Rows = npt.NDArray[np.int64]
+"""Actions as rows of (index of the kind in ``KINDS``, microbatch, chunk, paired)."""
 
 
 class Action(NamedTuple):
@@ -85,11 +92,18 @@ def period(schedule: str, pp: int, vpp: int, microbatches: int) -> int:
     return 2 if schedule == "dualpipe" else 1
 
 
-@lru_cache(maxsize=128)
-def order_table(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[Order, ...]:
-    """The order of every rank. Raises InputError where the schedule cannot run (``check_schedule``)."""
+@lru_cache(maxsize=256)
+def order_rows(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[Rows, ...]:
+    """The order of every rank as an array of rows. Raises InputError where the schedule cannot run (``check_schedule``)."""
     check_schedule(schedule, pp, vpp, microbatches)
-    return tuple(tuple(_ORDERS[schedule](rank, pp, vpp, microbatches)) for rank in range(pp))
+    return tuple(_ORDERS[schedule](rank, pp, vpp, microbatches) for rank in range(pp))
+
+
+@lru_cache(maxsize=64)
+def order_table(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[Order, ...]:
+    """The order of every rank, as actions. Raises InputError where the schedule cannot run."""
+    orders = order_rows(schedule, pp, vpp, microbatches)
+    return tuple(tuple(Action(KINDS[k], m, c, bool(p)) for k, m, c, p in rows.tolist()) for rows in orders)
 
 
 def rank_of(schedule: str, pp: int, chunk: int, microbatch: int = 0) -> int:
@@ -166,70 +180,75 @@ def _exceeds(a: tuple[tuple[int, int, int], ...], b: tuple[tuple[int, int, int],
 # -- the orders -----------------------------------------------------------------------------------------------------------
 
 
-def _gpipe(rank: int, pp: int, vpp: int, microbatches: int) -> Iterator[Action]:
-    yield from (Action("F", m, rank) for m in range(microbatches))
-    yield from (Action("BW", m, rank) for m in range(microbatches))
+def _rows(kind: str, which: Rows) -> Rows:
+    """Actions of one kind for (microbatch, chunk) rows."""
+    rows = np.zeros((len(which), 4), np.int64)
+    rows[:, 0], rows[:, 1:3] = KINDS.index(kind), which
+    return rows
 
 
-def _one_f_one_b(rank: int, pp: int, vpp: int, microbatches: int) -> Iterator[Action]:
-    warm = min(pp - 1 - rank, microbatches)
-    yield from (Action("F", m, rank) for m in range(warm))
-    for m in range(microbatches - warm):
-        yield Action("F", m + warm, rank)
-        yield Action("BW", m, rank)
-    yield from (Action("BW", m, rank) for m in range(microbatches - warm, microbatches))
+def _virtual(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Rows, Rows]:
+    """(microbatch, chunk) of the k-th forward and of the k-th backward of a rank with ``vpp`` chunks, group by group."""
+    size = group_size(pp, microbatches) if vpp > 1 else microbatches
+    order = np.arange(microbatches)
+    group = order // size
+    forward = np.stack([np.repeat(order, vpp), np.tile(np.arange(vpp), microbatches)], axis=1)
+    by_group = np.repeat(group, vpp)
+    forwards = forward[np.lexsort((forward[:, 0], forward[:, 1], by_group))]
+    backwards = forward[np.lexsort((forward[:, 0], -forward[:, 1], by_group))]
+    return forwards * [1, pp] + [0, rank], backwards * [1, pp] + [0, rank]
 
 
-def _virtual(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(microbatch, chunk) of the k-th forward and of the k-th backward of an interleaved rank."""
-    size = group_size(pp, microbatches)
-    groups = [range(start, min(start + size, microbatches)) for start in range(0, microbatches, size)]
-    forward = [(m, v * pp + rank) for group in groups for v in range(vpp) for m in group]
-    backward = [(m, v * pp + rank) for group in groups for v in reversed(range(vpp)) for m in group]
-    return forward, backward
+def _gpipe(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
+    forward, backward = _virtual(rank, pp, 1, microbatches)
+    return np.concatenate([_rows("F", forward), _rows("BW", backward)])
 
 
-def _interleaved(rank: int, pp: int, vpp: int, microbatches: int) -> Iterator[Action]:
-    forward, backward = _virtual(rank, pp, vpp, microbatches)
+def _one_f_one_b(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
+    return _alternating(*_virtual(rank, pp, 1, microbatches), pp - 1 - rank)
+
+
+def _interleaved(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
+    warm = 2 * (pp - 1 - rank) + (vpp - 1) * group_size(pp, microbatches)
+    return _alternating(*_virtual(rank, pp, vpp, microbatches), warm)
+
+
+def _zero_bubble_h1(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
+    warm = pp - 1 - rank + (vpp - 1) * group_size(pp, microbatches)
+    return _alternating(*_virtual(rank, pp, vpp, microbatches), warm, lag=rank)
+
+
+def _zero_bubble_h2(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
+    return _alternating(*_virtual(rank, pp, 1, microbatches), 2 * (pp - rank) - 1, lag=2 * rank, backward_first=True)
+
+
+def _alternating(forward: Rows, backward: Rows, warm: int, lag: int | None = None, backward_first: bool = False) -> Rows:
+    """``warm`` forwards, then a forward and a backward in turn until the forwards are done, then backwards. With ``lag`` the
+    backwards are split: each W comes ``lag`` backwards after its B, the last ones at the end."""
     total = len(forward)
-    warm = min(total, 2 * (pp - 1 - rank) + (vpp - 1) * group_size(pp, microbatches))
-    yield from (Action("F", *forward[k]) for k in range(warm))
-    for k in range(total - warm):
-        yield Action("F", *forward[k + warm])
-        yield Action("BW", *backward[k])
-    yield from (Action("BW", *backward[k]) for k in range(total - warm, total))
-
-
-def _delayed_weights(
-    forward: list[tuple[int, int]], backward: list[tuple[int, int]], warm: int, lag: int, first: str
-) -> Iterator[Action]:
-    """Warm-up, then alternating F and B (``first`` of them leading), each W ``lag`` backwards after its B, the rest at the end."""
-    total, weights = len(forward), 0
     warm = min(warm, total)
-    yield from (Action("F", *forward[k]) for k in range(warm))
-    for k in range(total):
-        if first == "F" and k + warm < total:
-            yield Action("F", *forward[k + warm])
-        yield Action("B", *backward[k])
-        if k >= lag:
-            yield Action("W", *backward[weights])
-            weights += 1
-        if first == "B" and k + warm < total:
-            yield Action("F", *forward[k + warm])
-    yield from (Action("W", *backward[k]) for k in range(weights, total))
+    turns = np.full((total, 3, 4), -1, np.int64)
+    at_f, at_b, at_w = (2, 0, 1) if backward_first else (0, 1, 2)
+    turns[: total - warm, at_f] = _rows("F", forward[warm:])
+    turns[:, at_b] = _rows("BW" if lag is None else "B", backward)
+    if lag is not None:
+        turns[lag:, at_w] = _rows("W", backward[: max(0, total - lag)])
+    middle = turns.reshape(-1, 4)
+    parts = [_rows("F", forward[:warm]), middle[middle[:, 0] >= 0]]
+    if lag is not None:
+        parts.append(_rows("W", backward[max(0, total - lag) :]))
+    return np.concatenate(parts)
 
 
-def _zero_bubble_h1(rank: int, pp: int, vpp: int, microbatches: int) -> Iterator[Action]:
-    forward, backward = _virtual(rank, pp, vpp, microbatches)
-    return _delayed_weights(forward, backward, pp - 1 - rank + (vpp - 1) * group_size(pp, microbatches), rank, "F")
+def _collected(actions: Iterator[Action]) -> Rows:
+    return np.array([(KINDS.index(a.kind), a.microbatch, a.chunk, a.paired) for a in actions], np.int64)
 
 
-def _zero_bubble_h2(rank: int, pp: int, vpp: int, microbatches: int) -> Iterator[Action]:
-    each = [(m, rank) for m in range(microbatches)]
-    return _delayed_weights(each, each, 2 * (pp - rank) - 1, 2 * rank, "B")
+def _zero_bubble_v(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
+    return _collected(_zero_bubble_v_actions(rank, pp, microbatches))
 
 
-def _zero_bubble_v(rank: int, pp: int, vpp: int, microbatches: int) -> Iterator[Action]:
+def _zero_bubble_v_actions(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
     """The handcrafted V of the paper's section 6, for at least 2 pp - 1 microbatches; with fewer, those not there are left out."""
     steady = max(2 * pp - 1, microbatches)
     near, far = rank, 2 * pp - 1 - rank
@@ -309,18 +328,17 @@ def _dual(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int, 
         yield from weight()
 
 
-def _dualpipe_v(rank: int, pp: int, vpp: int, microbatches: int) -> Iterator[Action]:
+def _dualpipe_v(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
     chunks = (rank, 2 * pp - 1 - rank)
-    for kind, m, phase, paired in _dual(rank, pp, microbatches):
-        yield Action(kind, m, chunks[phase], paired)
+    return _collected(Action(kind, m, chunks[phase], paired) for kind, m, phase, paired in _dual(rank, pp, microbatches))
 
 
-def _dualpipe(rank: int, pp: int, vpp: int, microbatches: int) -> Iterator[Action]:
+def _dualpipe(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
     half = min(rank, pp - 1 - rank)
     second = rank >= pp // 2
     chunks = (half, pp - 1 - half)
-    for kind, m, phase, paired in _dual(half, pp // 2, microbatches // 2):
-        yield Action(kind, 2 * m + (phase ^ second), chunks[phase], paired)
+    steps = _dual(half, pp // 2, microbatches // 2)
+    return _collected(Action(kind, 2 * m + (phase ^ second), chunks[phase], paired) for kind, m, phase, paired in steps)
 
 
 _ORDERS = {

@@ -6,10 +6,11 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cost_models.dependencies import graph
-from cost_models.schedules import Action, check_schedule, group_size, in_flight, order_table, rank_of
+from cost_models.dependencies import build, graph
+from cost_models.schedules import check_schedule, group_size, in_flight, order_table, rank_of
 from profiles.errors import InputError
 
 SHAPES = [
@@ -189,9 +190,13 @@ def test_a_schedule_that_cannot_run_names_the_nearest_that_can(arguments: Any, f
     assert (caught.value.field, caught.value.nearest) == (field, nearest)
 
 
-def test_an_order_that_waits_for_itself_is_reported_as_a_deadlock() -> None:
-    from cost_models.dependencies import _Builder
-
-    table = ((Action("F", 0, 0), Action("BW", 1, 0)), (Action("F", 1, 1),))
+def test_an_order_that_waits_for_itself_or_for_nobody_is_reported_as_a_deadlock() -> None:
+    remote = np.array([True, False])
+    circle = (
+        np.array([(0, 0, 0, 0), (3, 0, 0, 0), (0, 1, 0, 0), (3, 1, 0, 0)]),
+        np.array([(0, 1, 1, 0), (3, 1, 1, 0), (0, 0, 1, 0), (3, 0, 1, 0)]),
+    )
     with pytest.raises(AssertionError, match="deadlocks on rank"):
-        _Builder(table, 2, (True, False)).build(0)
+        build(circle, 2, remote, 0)
+    with pytest.raises(AssertionError, match="no rank does"):
+        build((np.array([(0, 0, 0, 0), (3, 1, 0, 0)]), np.array([(0, 1, 1, 0)])), 2, remote, 0)
