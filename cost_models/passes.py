@@ -7,7 +7,7 @@ or ``MTP``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -22,7 +22,7 @@ from cost_models.recompute import recomputed
 from cost_models.state_bytes import adapter_weights
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
 from profiles.model import Layer, Moe
-from profiles.operations import Collective, Operation
+from profiles.operations import Operation, Pointwise
 
 EMBEDDING, HEAD, MTP = -1, -2, -3
 """Units that are not layers of the pattern."""
@@ -150,13 +150,16 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     again = recomputed(cost.forward, rule)
     moe = isinstance(kind_of(job, unit).ffn, Moe)
     sync = job.execution.moe_sync_seconds if moe and not is_host(job.cluster.gpu) and job.execution.graphs != "full" else 0.0
-    floor = unit >= 0 or unit == MTP
-    forward = _pass(job, network, cost.forward, "forward", floor=floor, extra=sync)
-    backward_input = _pass(job, network, cost.backward_input, "backward_input", floor=floor)
-    backward_weight = _pass(job, network, trained_operations(job, cost.backward_weight), "backward_weight")
-    recompute = _pass(
-        job, network, again, "forward", floor=floor and rule.mode == "full", extra=sync if rule.mode == "full" else 0.0
-    )
+    layers = unit >= 0 or unit == MTP
+    launch = float(host_seconds(job.cluster.gpu, job.execution, key.tp)) if layers else 0.0
+    blocking = job.execution.blocking_launch_seconds if layers else 0.0
+    weights = trained_operations(job, cost.backward_weight)
+    share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
+    whole = rule.mode == "full"
+    forward = _pass(job, network, cost.forward, "forward", launch, blocking + sync)
+    backward_input = _pass(job, network, cost.backward_input, "backward_input", launch * (1 - share), blocking)
+    backward_weight = _pass(job, network, weights, "backward_weight", launch * share)
+    recompute = _pass(job, network, again, "forward", launch if whole else 0.0, blocking + sync if whole else 0.0)
     if job.execution.ep_overlap and not paired(key):
         forward, recompute, backward_input, backward_weight = _beside_each_other(
             forward, recompute, backward_input, backward_weight
@@ -166,8 +169,6 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
         forward, backward_input = _with_sharding(
             job, network, unit, forward, recompute, backward_input, backward_weight, gather, scatter
         )
-    if job.execution.ep_overlap and not paired(key):
-        forward, recompute, backward_input = _beside_another(forward, recompute, backward_input, backward_weight)
     sent = bytes_by_link(network, cost.operations() + again)
     _add_sharded_bytes(job, network, unit, sent)
     flops = float(sum(op.flops for op in again))
@@ -241,9 +242,9 @@ def nodes_reached(moe: Moe, nodes: int) -> float:
 
 
 def _pass(
-    job: Job, network: Network, operations: tuple[Operation, ...], which: Pass, *, floor: bool = False, extra: float = 0.0
+    job: Job, network: Network, operations: tuple[Operation, ...], which: Pass, launch: float = 0.0, extra: float = 0.0
 ) -> PassSeconds:
-    """One pass of one unit. ``floor``: the host's launches may take longer than the work; ``extra``: host seconds on top."""
+    """One pass of one unit. ``launch``: host seconds to launch it, which may be longer than the work; ``extra``: host seconds on top."""
     execution, layout = job.execution, network.layout
     if not operations:
         return PassSeconds()
@@ -251,13 +252,15 @@ def _pass(
         operations = in_ring_blocks(operations, layout.ring)
     compute = floats(price(job.cluster.gpu, execution, operations))
     exposures = exposed(network, execution, operations, which, compute)
-    host = extra
-    if floor:
-        busy = float(compute.seconds) + sum(exposures.values())
-        host += max(0.0, float(host_seconds(job.cluster.gpu, execution, layout.tp)) - busy) + execution.blocking_launch_seconds
+    host = extra + max(0.0, launch - compute.seconds - sum(exposures.values()))
     if is_host(job.cluster.gpu):
-        host += execution.host_kernel_seconds * float(compute.kernels + sum(isinstance(op, Collective) for op in operations))
+        host += execution.host_kernel_seconds * launches(operations)
     return PassSeconds(compute, exposures, host)
+
+
+def launches(operations: Iterable[Operation]) -> float:
+    """Kernels and collectives that the host launches for ``operations``."""
+    return float(sum(op.kernels if isinstance(op, Pointwise) else 1 for op in operations))
 
 
 def sharded_collectives(job: Job, network: Network, unit: int) -> tuple[float, float]:
@@ -323,21 +326,6 @@ def reduces_once(job: Job, layout: Layout) -> bool:
 def gathers_once(job: Job, layout: Layout) -> bool:
     """Whether ZeRO-3 keeps parameters gathered from the first to the last microbatch (pipeline without resharding)."""
     return layout.pp > 1 and not job.execution.reshard_with_pipeline
-
-
-def _beside_another(
-    forward: PassSeconds, recompute: PassSeconds, backward_input: PassSeconds, backward_weight: PassSeconds
-) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
-    """The passes where one microbatch's forward runs beside another's backward (Megatron's 1F1B all-to-all overlap): the
-    all-to-all of both together hides beside the compute of both together."""
-    passes = (forward, recompute, backward_input)
-    total = sum(one.exposed.get("ep", 0.0) for one in passes)
-    if not total:
-        return passes
-    work = sum(float(one.compute.seconds) for one in (*passes, backward_weight))
-    left = hidden(total, work) / total
-    kept = [PassSeconds(one.compute, {**one.exposed, "ep": one.exposed.get("ep", 0.0) * left}, one.host) for one in passes]
-    return kept[0], kept[1], kept[2]
 
 
 def _add(one: PassSeconds, axis: str, seconds: float) -> PassSeconds:

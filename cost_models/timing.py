@@ -29,7 +29,7 @@ class TimeFacts:
     """Activations that run as a chain of pointwise kernels (names as in ``compute.UNFUSED_ACTIVATIONS``)."""
 
     # -- host -----------------------------------------------------------------------------------------------------------
-    host_layer_seconds: float = 1.0e-3
+    host_layer_seconds: float = 1.05e-3
     """Host time to launch one pass of one layer; the pass takes the longer of this and its GPU work."""
     graphs: Graphs = "none"
     """CUDA graphs: ``full`` removes the host's part, ``partial`` leaves half of it (experts stay eager)."""
