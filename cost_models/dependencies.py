@@ -45,20 +45,50 @@ class Graph:
     """First action's node of each rank."""
     ends: list[int]
     """Last node of each rank."""
-    places: list[tuple[int, int]]
-    """(rank, position in its order) of every node; position -1 for the starts. A pair has one node more, for its second wait."""
-    counts: npt.NDArray[np.int64]
+    counts: Ints
     """Nodes by rank and kind of duration."""
-    blocks: npt.NDArray[np.int64]
-    """The nodes of each block, a row each, over all ranks."""
-    block_counts: npt.NDArray[np.int64]
-    """Nodes of one block by rank and kind."""
-    steady: tuple[int, int]
-    """First and last block that must have repeated; (1, 0) where the table is too short to tell."""
-    block_of: list[int]
-    """The block of every node: -1 in a head, the number of blocks in a tail. Empty where there are no blocks."""
-    paired: bool
-    """Whether any actions run in pairs (whose inner nodes belong to no block)."""
+    rank: Ints
+    position: Ints
+    """Rank and position in its order of every node; -1 for node 0, position -1 for the starts. A pair has one node more."""
+    orders: tuple[Rows, ...]
+    results: tuple[Ints, ...]
+    """The node that holds the result of every action, by rank and position."""
+    shift: int
+    """Microbatches of a block; 0 where nothing repeats."""
+
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """(rank, position in its order) of every node."""
+        return list(zip(self.rank.tolist(), self.position.tolist(), strict=True))
+
+    @cached_property
+    def paired(self) -> bool:
+        """Whether any actions run in pairs (whose inner nodes belong to no block)."""
+        return any(bool(rows[:, 3].any()) for rows in self.orders)
+
+    @cached_property
+    def _repeating(self) -> tuple[Ints, Ints, list[int]]:
+        return _blocks(self)
+
+    @property
+    def blocks(self) -> Ints:
+        """The nodes of each block, a row each, over all ranks; empty where the orders do not repeat."""
+        return self._repeating[0]
+
+    @property
+    def block_counts(self) -> Ints:
+        """Nodes of one block by rank and kind."""
+        return self._repeating[1]
+
+    @property
+    def block_of(self) -> list[int]:
+        """The block of every node: -1 in a head, the number of blocks in a tail."""
+        return self._repeating[2]
+
+    @cached_property
+    def steady(self) -> tuple[int, int]:
+        """First and last block that must have repeated; (1, 0) where the table is too short to tell."""
+        return _window(self.block_of, self.before, self.source, len(self.blocks)) if len(self.blocks) else (1, 0)
 
     def times(self, durations: list[float], lags: list[float]) -> list[float]:
         """Seconds at which every node ends."""
@@ -192,14 +222,13 @@ def build(orders: tuple[Rows, ...], chunks: int, remote: npt.NDArray[np.bool_], 
     lag = np.concatenate([np.zeros(pp, np.int64), slots.lag[order]])
     counts = np.zeros((pp, KINDS * chunks + 1 + pp), np.int64)
     np.add.at(counts, (np.concatenate([np.arange(pp), rank]), kind), 1)
-    results = [number[result] for result in slots.result]
-    places = [(-1, -1), *((r, -1) for r in range(pp)), *zip(rank.tolist(), slots.position[order].tolist(), strict=True)]
-    blocks, per_block, block_of = _blocks(orders, results, places, shift, counts.shape)
-    steady = _window(block_of, before.tolist(), source.tolist(), len(blocks)) if len(blocks) else (1, 0)
+    results = tuple(number[result] for result in slots.result)
     firsts, ends = ([int(number[s]) for s in slots_of] for slots_of in _ends_of(slots, pp))
+    ranks = np.concatenate([[-1], np.arange(pp), rank])
+    positions = np.concatenate([np.full(pp + 1, -1), slots.position[order]])
     return Graph(
-        pp, chunks, before.tolist(), source.tolist(), lag.tolist(), kind.tolist(), firsts, ends, places,
-        counts, blocks, per_block, steady, block_of, any(bool(rows[:, 3].any()) for rows in orders),
+        pp, chunks, before.tolist(), source.tolist(), lag.tolist(), kind.tolist(), firsts, ends, counts,
+        ranks, positions, orders, results, shift,
     )  # fmt: skip
 
 
@@ -293,28 +322,23 @@ def _previous(order: Ints, rank: Ints, number: Ints, pp: int) -> Ints:
 # -- the steady state ---------------------------------------------------------------------------------------------------------
 
 
-def _blocks(
-    orders: tuple[Rows, ...], results: list[Ints], places: list[tuple[int, int]], shift: int, shape: tuple[int, ...]
-) -> tuple[Ints, Ints, list[int]]:
-    """(nodes of every block, a row each; nodes of one block by rank and kind; the block of every node: -1 in a head, their number in
-    a tail). Empty where the orders do not repeat."""
-    per_block = np.zeros(shape, np.int64)
-    runs = [_run(rows, shift) for rows in orders] if shift else []
+def _blocks(g: Graph) -> tuple[Ints, Ints, list[int]]:
+    """``Graph.blocks``, ``block_counts`` and ``block_of``."""
+    per_block = np.zeros(g.counts.shape, np.int64)
+    runs = [_run(rows, g.shift) for rows in g.orders] if g.shift else []
     number = min((blocks for _, _, blocks in runs), default=0)
     if number < 3:
         return np.zeros((0, 0), np.int64), per_block, []
-    rows_of = [results[rank][start : start + number * size].reshape(number, size) for rank, (start, size, _) in enumerate(runs)]
-    rank, position = np.array(places).T
+    nodes = [g.results[rank][start : start + number * size].reshape(number, size) for rank, (start, size, _) in enumerate(runs)]
     start, size = (np.array([run[i] for run in runs]) for i in (0, 1))
-    block = np.clip((position - start[rank]) // size[rank], -1, number)
+    block = np.clip((g.position - start[g.rank]) // size[g.rank], -1, number)
     block[0] = -1
-    chunks = (shape[1] - 1 - shape[0]) // KINDS
-    for r, (first, length, _) in enumerate(runs):
-        part = orders[r][first : first + length]
-        partner = np.roll(orders[r][:, 3], 1)[first : first + length]
+    for rank, (first, length, _) in enumerate(runs):
+        part = g.orders[rank][first : first + length]
+        partner = np.roll(g.orders[rank][:, 3], 1)[first : first + length]
         kind = np.where(part[:, 3] == 1, 4, np.where(partner == 1, 5, part[:, 0]))
-        np.add.at(per_block[r], kind * chunks + part[:, 2], 1)
-    return np.concatenate(rows_of, axis=1), per_block, block.tolist()
+        np.add.at(per_block[rank], kind * g.chunks + part[:, 2], 1)
+    return np.concatenate(nodes, axis=1), per_block, block.tolist()
 
 
 def _window(block_of: list[int], before: list[int], source: list[int], number: int) -> tuple[int, int]:

@@ -241,7 +241,7 @@ def _timeline(
     finish = tuple((later or times)[end] for end in g.ends)
     begin = tuple(times[n] - shape.durations[g.kind[n - 1]] for n in g.firsts)
     size = KINDS * g.chunks
-    busy = (g.counts + skipped * g.block_counts)[:, :size] @ np.array(shape.durations[:size])
+    busy = (g.counts + skipped * g.block_counts if skipped else g.counts)[:, :size] @ np.array(shape.durations[:size])
     seconds = max(t + e for t, e in zip(finish, shape.ends, strict=True))
     return Timeline(seconds, begin, finish, tuple(busy.tolist()), shape, g, times, later or times, skipped, apart)
 
@@ -346,7 +346,8 @@ def _seeds(g: Graph, skipped: int, blocking: bool, schedule: str) -> list[Path]:
             while steps[-1][0] in waiter:
                 steps.append((waiter[steps[-1][0]], True))
             counts, transfers = _count(g, steps)
-            counts += skipped * g.block_counts[rank]
+            if skipped:
+                counts += skipped * g.block_counts[rank]
             first, last = (g.places[steps[i][0]][0] for i in (0, -1))
             paths.append(_as_path(counts, transfers, g, blocking, schedule, first, last))
     return paths
