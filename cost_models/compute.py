@@ -111,7 +111,7 @@ def aligned(op: Matmul | GroupedMatmul) -> Matmul | GroupedMatmul:
 def counted(name: str) -> bool:
     """Whether a pointwise operation's bytes are already those its kernels move (loss, softmax, casts, accumulation), so that the
     framework's factor on norms, activations, rotary embedding and residual additions does not apply."""
-    return name in ("loss", "softmax") or name.endswith((".quantise", ".accumulate"))
+    return name in ("loss", "softmax", "ring_merge") or name.endswith((".quantise", ".accumulate"))
 
 
 @cache
@@ -170,16 +170,18 @@ def floats(compute: Compute) -> Compute:
     return Compute(float(compute.matmul), float(compute.attention), float(compute.pointwise), float(compute.kernels))
 
 
-def in_ring_blocks(operations: Iterable[Operation], ring: int) -> tuple[Operation, ...]:
-    """Attention as a ring runs it: ``ring`` kernels, each against the keys of one rank, and fp32 merging of their outputs
-    (read and write the accumulator, read the block: 10 bytes an element; ring attention, arXiv:2310.01889)."""
+def in_ring_blocks(operations: Iterable[Operation], ring: int, merge_bytes: float) -> tuple[Operation, ...]:
+    """Attention as a ring runs it: ``ring`` kernels, each against the keys of one rank, and their partial results put together in
+    fp32 (ring attention, arXiv:2310.01889): ``merge_bytes`` an element of the output forward, half of it for each element of the
+    gradients of queries, keys and values backward."""
     out: list[Operation] = []
     for op in operations:
         if isinstance(op, Attend) and ring > 1 and op.fused:
-            block = replace(op, k_len=op.k_len / ring, pairs=op.pairs / ring)
-            out += [block] * ring
-            if not op.backward:
-                out.append(Pointwise(10 * (ring - 1) * op.batch * op.heads * op.q_len * op.v_dim, ring - 1, "ring_merge"))
+            out += [replace(op, k_len=op.k_len / ring, pairs=op.pairs / ring)] * ring
+            elements = op.heads * op.v_dim
+            if op.backward:
+                elements = (op.heads * op.qk_dim + op.kv_heads * (op.qk_dim + op.v_dim)) / 2
+            out.append(Pointwise(merge_bytes * (ring - 1) * op.batch * op.q_len * elements, ring - 1, "ring_merge"))
         else:
             out.append(op)
     return tuple(out)

@@ -249,7 +249,7 @@ def _pass(
     if not operations:
         return PassSeconds()
     if layout.ring > 1 and layout.cp_kind != "allgather":
-        operations = in_ring_blocks(operations, layout.ring)
+        operations = in_ring_blocks(operations, layout.ring, execution.ring_merge_bytes)
     compute = floats(price(job.cluster.gpu, execution, operations))
     exposures = exposed(network, execution, operations, which, compute)
     host = extra + max(0.0, launch - compute.seconds - sum(exposures.values()))

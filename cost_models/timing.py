@@ -88,5 +88,8 @@ class TimeFacts:
     """The same between nodes: 0.93 of the NICs at 4 nodes, 0.84 at 8 (hardware/data/deepep_alltoall.csv)."""
     ep_overlap: bool = False
     """All-to-all of one microbatch runs beside another's work, whatever the schedule."""
+    ring_merge_bytes: float = 14.0
+    """Bytes an output element and block of putting a ring's partial attention together: read the block 2, read and write the fp32
+    sum 8, statistics and casts 4 (Transformer Engine's correction kernels)."""
     cp_overlap: bool = True
     """Ring passes run beside the attention of the block at hand."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -95,14 +97,16 @@ def test_every_attention_kernel_has_a_speed_with_an_origin_for_every_gpu() -> No
 
 def test_a_ring_runs_as_many_smaller_blocks_and_merges_their_outputs() -> None:
     whole = (attend(8192, q_len=2048, pairs=8192 * 8193 // 8),)
-    split = in_ring_blocks(whole, 4)
+    split = in_ring_blocks(whole, 4, 14.0)
     blocks = [op for op in split if isinstance(op, Attend)]
     assert len(blocks) == 4
     assert sum(op.pairs for op in blocks) == whole[0].pairs
     merge = next(op for op in split if isinstance(op, Pointwise))
-    assert merge.bytes == 10 * 3 * 32 * 2048 * 128
+    assert merge.bytes == 14 * 3 * 32 * 2048 * 128
+    back = in_ring_blocks((replace(whole[0], backward=True),), 4, 14.0)[-1]
+    assert back.bytes == 7 * 3 * 2048 * 128 * (32 + 2 * 8)  # type: ignore[union-attr]
     assert price(H100, Execution(), split).attention > price(H100, Execution(), whole).attention
-    assert in_ring_blocks(whole, 1) == whole
+    assert in_ring_blocks(whole, 1, 14.0) == whole
 
 
 def test_one_product_an_expert_is_slower_than_a_grouped_product_for_many_small_experts() -> None:
