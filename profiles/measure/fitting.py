@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -194,8 +194,9 @@ def link(samples: Sequence[Sample], facts: dict[str, Any], *, name: str = "") ->
             continue
         points = [fit.CollectiveSample(kind, ranks, s.operation.bytes, s.seconds) for s in timed]
         found = fit.fit_collective(points, origin="measured", source=source)[kind][0]
-        best = max(best, *(float(wire_bytes(kind, p.bytes, ranks)) / p.seconds for p in points))
-        rows[kind] = (*rows.get(kind, ()), found.curve)
+        fastest = max(float(wire_bytes(kind, p.bytes, ranks)) / p.seconds for p in points)
+        best = max(best, fastest)
+        rows[kind] = (*rows.get(kind, ()), bounded(found.curve, points, fastest))
         errors[f"{kind} over {ranks}"] = Errors(found.heldout_median, found.heldout_p90, found.samples)
     if not rows:
         raise TooFew(f"fewer than {FEWEST_SIZES} message sizes of any collective were measured")
@@ -206,6 +207,16 @@ def link(samples: Sequence[Sample], facts: dict[str, Any], *, name: str = "") ->
         curves=rows,
     )
     return made, errors
+
+
+def bounded(curve: CollectiveCurve, points: Sequence[fit.CollectiveSample], fastest: float) -> CollectiveCurve:
+    """The curve, unless it says that large messages go over twice as fast as any that was measured (the square root took all of
+    the growth, as with few sizes it may): then latency and bandwidth alone."""
+    if curve.bytes_per_second <= 2 * fastest:
+        return curve
+    wire = np.array([float(wire_bytes(p.kind, p.bytes, p.ranks)) for p in points])
+    alpha, inverse = fit.nonnegative(np.stack([np.ones_like(wire), wire], axis=1), np.array([p.seconds for p in points]))
+    return replace(curve, alpha_seconds=float(alpha), bytes_per_second=float(1 / max(inverse, 0.5 / fastest)), sqrt_seconds=0.0)
 
 
 def no_link(source: str) -> Link:

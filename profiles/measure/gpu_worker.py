@@ -48,7 +48,7 @@ def measure_here(device: torch.device, together: Together, *, report: Report, dt
     ]
     attended = [d for d in dtypes if d in ("fp32", "bf16", "fp16") and rates[d] > 0][:1]
     for dtype in attended:
-        limit = plan.Bounds(*sides, rates[dtype] * longest / 4, room)
+        limit = plan.Bounds(*sides, rates[dtype] * longest / 2, room)
         candidates = plan.attentions(
             dtype, limit, head_dims=(64, 128) if kind == "cpu" else (128, 64), longest=2048 if kind == "cpu" else 32768
         )

@@ -138,6 +138,14 @@ def test_with_groups_at_once_measured_they_make_the_curve() -> None:
     assert link.curves["all_reduce"][0].alpha_seconds == pytest.approx(6e-4, rel=0.05)
 
 
+def test_a_link_is_never_said_to_be_much_faster_than_it_was_seen() -> None:
+    samples = [replace(s, seconds=2e-4 + 1e-6 * float(np.sqrt(s.operation.bytes))) for s in link_samples("all_gather", 2)]
+    (row,) = fitting.link(samples, FACTS)[0].curves["all_gather"]
+    fastest = max(s.operation.bytes / 2 / s.seconds for s in samples)
+    assert row.bytes_per_second <= 2 * fastest * 1.001
+    assert row.sqrt_seconds == 0
+
+
 def test_three_sizes_are_no_link() -> None:
     with pytest.raises(fitting.TooFew, match="message sizes"):
         fitting.link(link_samples()[:3], FACTS)
