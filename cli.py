@@ -291,6 +291,10 @@ def run(
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def worker(arguments: tuple[str, ...]) -> None:
     """One process of a run, started by torchrun."""
+    if arguments[:1] == ("check",):
+        from planner.preflight import run as check_cluster
+
+        raise click.exceptions.Exit(check_cluster(arguments[1:]))
     from planner.runtime.worker import main as work
 
     raise click.exceptions.Exit(work(list(arguments)))

@@ -11,6 +11,7 @@ from planner.emit.core import EmitSettings, Launch, Program, title
 from planner.emit.files import fill
 from planner.emit.options import IMAGE, TIME, WORD, Option, plain_name, read_options
 from planner.emit.readme import comment
+from planner.placement import domain, group_place, per_host
 from planner.plan import Plan
 
 MOUNTS = Option(r"/[\w./+@-]*:/[\w./+@-]*(,/[\w./+@-]*:/[\w./+@-]*)*", "lists FROM:TO pairs of absolute paths", "/data:/data")
@@ -25,11 +26,11 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     """``job.sbatch`` and ``node.sh``. Raises InputError for an option Slurm does not take."""
     options = read_options("slurm", settings.options, OPTIONS)
     cluster, layout = plan.job().cluster, plan.layout_object
-    per_node = cluster.gpus // cluster.hosts
+    per_node = per_host(cluster)
     lines = [f"#SBATCH --{name}={options[name]}" for name in OPTIONS if name not in ("container", "mounts") and options[name]]
     if not cluster.gpu.name.startswith("cpu"):
         lines.append(f"#SBATCH --gpus-per-node={per_node}")
-    within = group_place(layout.tp, per_node, next((lv.size for lv in cluster.levels if not lv.link.network), per_node))
+    within = group_place(layout.tp, per_node, domain(cluster))
     if within == "rack":
         lines.append(
             f"##SBATCH --segment={-(-layout.tp // per_node)}  # Slurm 23.11 and later: hosts of one NVLink domain together"
@@ -58,11 +59,3 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
         "tensor-parallel group would leave its node; the log then has the map of ranks.",
     )
     return Launch(files, f"sbatch job.sbatch {arguments}".strip(), executable=("job.sbatch", "node.sh"), notes=notes)
-
-
-def group_place(tp: int, per_node: int, domain: int) -> str:
-    """What must hold a tensor-parallel group: its ``node``, its ``rack`` (an NVLink domain of several hosts), or nothing (``any``:
-    the plan itself spreads it further)."""
-    if tp <= per_node and per_node % tp == 0:
-        return "node"
-    return "rack" if tp <= domain else "any"

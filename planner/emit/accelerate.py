@@ -1,0 +1,112 @@
+"""Accelerate: ``accelerate.yaml`` (FSDP2, HSDP, TP, CP of its ParallelismConfig), and a training script on a transformers model.
+
+``launch.sh`` starts torchrun with the environment that ``accelerate launch --config_file accelerate.yaml`` would set (the tests compare
+the two), so either starts the same job. Not expressible, and refused: pipelines, expert parallelism, Ulysses (it is DeepSpeed's),
+layer-wise recompute, sequence parallelism beside TP, TP or CP without FSDP2; the rules stand in ``planner/data/limits.yaml``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cost_models.job import Job
+from cost_models.layout import Layout
+from planner.emit import environment, transformers_trainer
+from planner.emit.core import EmitSettings, Program, Variable, admit, refuse, title
+from planner.emit.files import fill
+from planner.emit.manifest import manifest
+from planner.plan import Plan
+
+REASONS = {
+    "ACCELERATE_MIXED_PRECISION": "Compute in this dtype; parameters and optimizer states stay in fp32.",
+    "ACCELERATE_USE_FSDP": "FSDP2 with the choices that follow, as `accelerate launch` would set them from accelerate.yaml.",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "The degrees of the mesh, outermost first: dp_replicate, dp_shard, cp, tp.",
+}
+
+
+def program(plan: Plan, settings: EmitSettings) -> Program:
+    """Raises InputError for a plan that Accelerate cannot run."""
+    job, layout = admit(plan, "accelerate")
+    document = config(job, layout)
+    files = {
+        "accelerate.yaml": manifest(title(plan), document),
+        "train.json": transformers_trainer.settings_file(plan, settings),
+        "train.py": fill("train-accelerate.py.txt"),
+    }
+    notes = [*transformers_trainer.NOTES, "`accelerate launch --config_file accelerate.yaml train.py` starts the same job."]
+    if layout.tp > 1:
+        notes.append("With TP, transformers loads the shards from weights: MODEL must hold them, not only a configuration.")
+    variables = [
+        Variable(name, value, REASONS[name]) if name in REASONS else Variable(name, value, "")
+        for name, value in exported(document).items()
+    ]
+    return Program(
+        target="accelerate",
+        words=transformers_trainer.words(),
+        files=files,
+        environment=(*environment.shared(plan, "accelerate"), *variables),
+        needs=transformers_trainer.needs(plan),
+        notes=tuple(notes),
+    )
+
+
+def config(job: Job, layout: Layout) -> dict[str, Any]:
+    """The YAML of Accelerate 1.15. Raises InputError for an optimizer the script does not make."""
+    if job.optimizer not in ("adamw", "sgd"):
+        raise refuse("accelerate", f"its script makes adamw and sgd, not {job.optimizer}")
+    cpu = job.cluster.gpu.name.startswith("cpu")
+    sharded = layout.zero > 0 and layout.dp_shard * layout.cp > 1
+    made: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if sharded else "MULTI_CPU" if cpu else "MULTI_GPU",
+        "num_machines": job.cluster.hosts,
+        "num_processes": job.cluster.gpus,
+        "machine_rank": 0,
+        "mixed_precision": "no" if job.precision == "fp32" else job.precision,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "main_training_function": "main",
+        "use_cpu": cpu,
+    }
+    if job.precision == "fp8":
+        made["fp8_config"] = {"backend": "AO"}
+    if sharded:
+        made["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": layout.zero == 3,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_offload_params": "optimizer" in layout.offload,
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_activation_checkpointing": layout.recompute == "full",
+        }
+        made["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": layout.dp_replicate,
+            "parallelism_config_dp_shard_size": layout.dp_shard,
+            "parallelism_config_tp_size": layout.tp,
+            "parallelism_config_cp_size": layout.cp,
+            "parallelism_config_cp_backend": "torch",
+            "parallelism_config_cp_comm_strategy": "allgather" if layout.cp_kind == "allgather" else "alltoall",
+        }
+    return made
+
+
+def exported(document: dict[str, Any]) -> dict[str, str]:
+    """The environment that the YAML stands for."""
+    out = {"ACCELERATE_MIXED_PRECISION": str(document["mixed_precision"])}
+    if document["use_cpu"]:
+        out["ACCELERATE_USE_CPU"] = "true"
+    if "fp8_config" in document:
+        out["ACCELERATE_FP8_BACKEND"] = document["fp8_config"]["backend"]
+    if "fsdp_config" in document:
+        out["ACCELERATE_USE_FSDP"] = "true"
+        out |= {key.upper(): _text(value) for key, value in document["fsdp_config"].items()}
+        out["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        degrees = document["parallelism_config"]
+        skip = () if degrees["parallelism_config_cp_size"] > 1 else ("parallelism_config_cp_comm_strategy",)
+        out |= {key.upper(): _text(value) for key, value in degrees.items() if key not in skip}
+    return out
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

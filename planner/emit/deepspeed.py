@@ -1,0 +1,97 @@
+"""DeepSpeed: ``ds_config.json`` (ZeRO, AutoTP, Ulysses, AutoEP) and a training script on a transformers model.
+
+Not expressible, and refused: pipelines (a PipelineModule is the model's code, not configuration), ring context parallelism, expert
+tensor parallelism, sequence parallelism beside AutoTP, layer-wise recompute, replicas of ZeRO 1 and 2 shards; the rules stand in
+``planner/data/limits.yaml``. Replicas of ZeRO-3 shards are MiCS.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cost_models.job import Job
+from cost_models.layout import Layout
+from planner.emit import environment, transformers_trainer
+from planner.emit.core import EmitSettings, Program, admit, refuse
+from planner.emit.files import fill
+from planner.plan import Plan
+
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
+
+
+def program(plan: Plan, settings: EmitSettings) -> Program:
+    """Raises InputError for a plan that DeepSpeed cannot run."""
+    job, layout = admit(plan, "deepspeed")
+    files = {
+        "ds_config.json": json.dumps(config(job, layout, settings.learning_rate), indent=1) + "\n",
+        "train.json": transformers_trainer.settings_file(plan, settings),
+        "train.py": fill("train-deepspeed.py.txt"),
+    }
+    notes = [*transformers_trainer.NOTES]
+    if layout.tp > 1:
+        notes.append(
+            "ds_config.json has no train_batch_size: beside AutoTP DeepSpeed checks it against all GPUs instead of GPUs / TP. "
+            f"It is {job.global_batch}."
+        )
+    return Program(
+        target="deepspeed",
+        words=transformers_trainer.words(),
+        files=files,
+        environment=environment.shared(plan, "deepspeed"),
+        needs=transformers_trainer.needs(plan),
+        notes=tuple(notes),
+    )
+
+
+def config(job: Job, layout: Layout, learning_rate: float = 3e-4) -> dict[str, Any]:
+    """The JSON of DeepSpeed 0.19. Raises InputError for an optimizer that it does not have."""
+    if job.optimizer not in OPTIMIZERS:
+        raise refuse("deepspeed", f"it has no optimizer {job.optimizer} ({', '.join(OPTIMIZERS)})")
+    made: dict[str, Any] = {
+        "train_batch_size": job.global_batch,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.microbatches(job.global_batch),
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1,
+        "wall_clock_breakdown": False,
+        "optimizer": _optimizer(job, learning_rate),
+        "zero_optimization": _zero(layout),
+    }
+    if job.precision in ("bf16", "fp16"):
+        made[job.precision] = {"enabled": True}
+    if layout.tp > 1:
+        # Without an mpu the check of train_batch_size counts every GPU as a replica (targets.md 4).
+        del made["train_batch_size"]
+        made["tensor_parallel"] = {"autotp_size": layout.tp, "vocab_parallel_lm_head": False}
+    if layout.cp > 1:
+        made["sequence_parallel_size"] = layout.cp
+    if layout.ep > 1:
+        backend = "deepep" if layout.dispatcher == "deepep" else "comm"
+        made["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": layout.ep,
+            "expert_tensor_parallel_size": 1,
+            "comm_backend": backend,
+        }
+    return made
+
+
+def _optimizer(job: Job, learning_rate: float) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"lr": learning_rate, "weight_decay": 0.1}
+    if job.optimizer == "adamw":
+        parameters["betas"] = [0.9, 0.95]
+        if job.cluster.gpu.name.startswith("cpu"):
+            parameters["torch_adam"] = True
+    return {"type": OPTIMIZERS[job.optimizer], "params": parameters}
+
+
+def _zero(layout: Layout) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": layout.zero}
+    if layout.zero:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    if layout.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        zero |= {"mics_shard_size": layout.dp_shard, "mics_hierarchical_params_gather": False}
+    return zero
