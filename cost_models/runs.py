@@ -112,6 +112,9 @@ def to_run(row: Row) -> Run:
     if gpus % domain:
         raise InputError("gpus", gpus, f"whole domains of {domain}")
     cluster = load_cluster(f"{cluster_name}:{gpus // domain}x{domain}")
+    if row.get("inter_node_GBps") or "inter_node_GBps" in facts.cluster:
+        rate = _positive(row, "inter_node_GBps") if row.get("inter_node_GBps") else float(facts.cluster["inter_node_GBps"])
+        cluster = cluster.with_network(1e9 * rate, "the row's inter_node_GBps, or the rule of data/runs.yaml that stands for it")
     imbalance = facts.job.get("moe_imbalance")
     job = Job(model, cluster, execution, _count(row, "seq_len"), _count(row, "global_batch"), precision, moe_imbalance=imbalance)
     if layout.microbatches(job.global_batch) * layout.micro_batch * layout.dp != job.global_batch:
@@ -158,6 +161,7 @@ class Facts:
     model: Mapping[str, Any]
     layout: Mapping[str, Any]
     job: Mapping[str, Any]
+    cluster: Mapping[str, Any]
     guesses: tuple[str, ...]
 
 
@@ -170,7 +174,7 @@ def _table() -> dict[str, Any]:
 
 def apply_rules(row: Row) -> Facts:
     """All rules that hold for ``row``, later ones over earlier ones. Raises InputError where none names an execution."""
-    merged: dict[str, dict[str, Any]] = {"set": {}, "model": {}, "layout": {}, "job": {}}
+    merged: dict[str, dict[str, Any]] = {"set": {}, "model": {}, "layout": {}, "job": {}, "cluster": {}}
     execution, guesses = "", []
     for rule in _table()["rules"]:
         if not all(_holds(row.get(column, ""), wanted) for column, wanted in rule["when"].items()):
@@ -287,7 +291,9 @@ def _model(row: Row, facts: Mapping[str, Any]) -> ModelSpec:
 
 def _layout(row: Row, facts: Mapping[str, Any], model: ModelSpec, guessed: list[str]) -> Layout:
     tp, pp, cp, ep = (_number(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
-    vpp = facts.get("vpp", _number(row, "vp", 1))
+    vpp = _number(row, "vp", 0) or facts.get("vpp", 1)
+    if vpp == "most":
+        vpp = model.num_layers // pp if pp > 1 and model.num_layers % pp == 0 else 1
     gpus = _count(row, "gpus")
     if gpus % (tp * pp * cp):
         raise InputError("tp*pp*cp", tp * pp * cp, f"must divide the {gpus} GPUs")
