@@ -183,11 +183,12 @@ def _share(predictions: Sequence[Prediction], limit: float) -> float:
 
 
 def memory_scores(predictions: Iterable[Prediction]) -> dict[str, Any]:
-    """Error of peak memory by source, apart for each figure a source counts (allocated, reserved, device)."""
+    """Error of peak memory by source, apart for each figure a source counts (allocated, reserved, device); over runs of grade A, as
+    for time (a run's grade is empty in a user's own file)."""
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for p in predictions:
         error = p.memory_error
-        if error is not None:
+        if error is not None and p.run.grade in ("", "A"):
             parts[f"{p.run.source} | {p.run.memory_figure}"].append(error)
     return {name: _score(errors) for name, errors in sorted(parts.items())}
 
