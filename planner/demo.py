@@ -108,10 +108,13 @@ def profiled(settings: DemoSettings, out: Console) -> ClusterSpec:
     out.rule("1. profile: what can this machine do?", align="left")
     if settings.profile is not None:
         return load_cluster(str(settings.profile))
+    import torch
+
     from profiles.measure.machine import profile_machine
 
     with screen.progress(out, "measuring matrix products, memory and links, all processes at work at once") as show:
-        measured = profile_machine(settings.processes, budget_seconds=settings.profile_seconds, progress=show)
+        dtypes = ("bf16",) if torch.cuda.is_available() else ("fp32",)
+        measured = profile_machine(settings.processes, budget_seconds=settings.profile_seconds, dtypes=dtypes, progress=show)
     if measured.interrupted or measured.cluster is None:
         raise KeyboardInterrupt
     path = settings.out / "cluster.yaml"
