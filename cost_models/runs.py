@@ -1,6 +1,6 @@
 """Rows of measured runs -> (Job, Layout): what ran, by rules that are stated once, in ``data/runs.yaml``.
 
-The schema is that of ``docs/accuracy.md``; an empty cell means "not stated": the framework's default is taken, and the row says so
+The schema is that of ``docs/runs.md``; an empty cell means "not stated": the framework's default is taken, and the row says so
 (``Run.guessed``). A row's speed is never read while it is mapped.
 """
 
@@ -82,7 +82,7 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
         raise InputError("RUNS.csv", str(path), f"cannot be read ({error})") from error
     missing = [name for name in NEEDED if name not in columns]
     if missing:
-        raise InputError("RUNS.csv", str(path), f"lacks the columns {', '.join(missing)} (docs/accuracy.md lists them)")
+        raise InputError("RUNS.csv", str(path), f"lacks the columns {', '.join(missing)} (docs/runs.md lists them)")
     return rows
 
 
