@@ -188,6 +188,40 @@ def report_verdict(chosen: Layout, verdict: dict[str, Any], as_json: bool) -> No
     raise click.exceptions.Exit(code)
 
 
+# -- planning ---------------------------------------------------------------------------------------------------------
+
+PLAN_EXAMPLE = f"""axisplan plan {EXAMPLE_JOB} --out plan.json
+axisplan plan llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 8k --global-batch 2048 --prove"""
+
+
+@command("plan", PLAN_EXAMPLE)
+@job_options
+@click.option("--pin", "pins", default="", metavar="KEY=VALUE,...", help="Fix or cap keys of the layout, e.g. tp=8,pp<=4.")
+@click.option("--exclude", multiple=True, metavar="KEY=VALUE,...", help="Leave out layouts that have all of these values.")
+@click.option("--top", type=click.IntRange(0, 50), default=3, show_default=True, help="Runners-up to show.")
+@click.option("--similar", is_flag=True, help="Runners-up may differ in micro batch, schedule or sharding alone.")
+@click.option(
+    "--tie", type=click.FloatRange(0, 1, max_open=True), default=0.01, show_default=True, help="Prefer a simpler plan this near."
+)
+@click.option("--prove", is_flag=True, help="Go on until the gap is closed (1e-4).")
+@click.option("--offload", is_flag=True, help="Optimizer state and activations may live in host memory.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan here.")
+@as_json
+def plan(out: Path | None, as_json: bool, **options: Any) -> None:
+    """The fastest layout that fits, the runners-up, and the proof."""
+    from planner import screen
+    from planner.solve import PlanRequest, solve
+
+    wishes = {key: options.pop(key) for key in ("pins", "exclude", "top", "similar", "tie", "prove", "offload")}
+    found = solve(PlanRequest(make_job(**options), **wishes))
+    if out:
+        found.save(out)
+    if as_json:
+        click.echo(found.text(), nl=False)
+    else:
+        screen.show_plan(screen.console(), found, str(out) if out else None)
+
+
 # -- running it -------------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +453,32 @@ def profile_layer(what: str, device: str, processes: int | None, seconds: float,
 
 
 # -- accuracy ---------------------------------------------------------------------------------------------------------
+
+
+@command("measure", "axisplan measure log.txt --plan plan.json --out runs.csv && axisplan regress runs.csv")
+@click.argument("log", type=click.Path(path_type=Path))
+@click.option("--plan", type=click.Path(path_type=Path), required=True, help="The plan that was run.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Add the row to this runs.csv.")
+@click.option("--id", "identity", default="", help="The row's id (default: from model and layout); a row of the same id is replaced.")
+@click.option("--warmup", type=click.IntRange(0), help="Lines to leave out at the start (default: a third, at most 10).")
+@as_json
+def measure(log: Path, plan: Path, out: Path | None, identity: str, warmup: int | None, as_json: bool) -> None:
+    """A training log (axisplan, Megatron-LM, TorchTitan, DeepSpeed) -> a row of runs.csv, beside what the plan predicted."""
+    from planner import screen
+    from planner.emit.logs import append_row
+    from planner.emit.logs import measure as read
+    from planner.plan import Plan
+
+    loaded = Plan.load(plan)
+    row, found = read(log, loaded, identity=identity, warmup=warmup)
+    if out is not None:
+        append_row(out, row)
+    if as_json:
+        show_json(row)
+    else:
+        error = 100 * (loaded.step_seconds / found.seconds - 1)
+        measured, planned = screen.seconds(found.seconds), screen.seconds(loaded.step_seconds)
+        click.echo(f"{measured} a step (median of {found.counted}, {found.form} log); predicted {planned} ({error:+.1f} %)")
 
 
 @command("regress", "axisplan regress runs.csv --baseline baseline.json --out predictions.csv")
