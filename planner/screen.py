@@ -164,7 +164,7 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | 
             (
                 r.layout_text,
                 seconds(r.estimate["step_seconds"]),
-                f"+{percent(r.slower)}",
+                f"{100 * r.slower:+.1f} %",
                 percent(r.chance_faster),
                 worst_loss(r.loses),
             )
