@@ -64,8 +64,8 @@ def _shape_of(q_spans: Sequence[int], k_spans: Sequence[int], window: int, chunk
 
 
 def _mask(
-    rows: slice, q_spans: Sequence[int], k_spans: Sequence[int], window: int, chunk: int, q_document: Tensor | None, k_document: Tensor | None,
-    device: torch.device,
+    rows: slice, q_spans: Sequence[int], k_spans: Sequence[int], window: int, chunk: int, q_document: Tensor | None,
+    k_document: Tensor | None, device: torch.device,
 ) -> Tensor:  # fmt: skip
     """[1 or b, 1, rows, keys], True where a query sees a key."""
     i, j = _positions(q_spans, device)[rows, None], _positions(k_spans, device)[None, :]
@@ -81,8 +81,8 @@ def _mask(
 
 
 def attend_forward(
-    q: Tensor, k: Tensor, v: Tensor, q_document: Tensor | None, k_document: Tensor | None, q_spans: Sequence[int], k_spans: Sequence[int],
-    window: int, chunk: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, q_document: Tensor | None, k_document: Tensor | None, q_spans: Sequence[int],
+    k_spans: Sequence[int], window: int, chunk: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [s, b, heads, v width] (contiguous) and logsumexp [b, heads, s]; a query that sees no key has output 0, -inf."""
     out, lse = attend_shapes(q, v)
@@ -115,7 +115,7 @@ def attend_backward(
         width = _padded(q.shape[-1], v.shape[-1])
         wide = [_pad(t, width) for t in (gh, qh, kh, vh, oh)]
         wide[2], wide[3] = _expand(wide[2], wide[3], q.shape[2])
-        dq, dk, dv = kernel.backward(*wide, lse, kind == "causal", scale)
+        dq, dk, dv = kernel.backward(wide[0], wide[1], wide[2], wide[3], wide[4], lse, kind == "causal", scale)
         dk, dv = (t.unflatten(1, (k.shape[2], -1)).sum(2) if t.shape[1] != k.shape[2] else t for t in (dk, dv))
         sizes = (q.shape[-1], k.shape[-1], v.shape[-1])
         return tuple(t[..., :n].permute(2, 0, 1, 3).contiguous() for t, n in zip((dq, dk, dv), sizes, strict=True))  # type: ignore[return-value]

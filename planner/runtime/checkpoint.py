@@ -13,16 +13,17 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as read_state
+from torch.distributed.checkpoint.state_dict_saver import save as write_state
 
 from planner.runtime.data_parallel import Piece
 from profiles.errors import AxisplanError, InputError
@@ -104,7 +105,7 @@ class Checkpoints:
 
     def _write(self, state: dict[str, Any], target: Path, meta: dict[str, Any]) -> None:
         try:
-            dcp.save(state, checkpoint_id=target, process_group=self._group)
+            write_state(state, checkpoint_id=target, process_group=self._group)
             if dist.get_rank() == 0:
                 write_text(target / "axisplan.json", json.dumps(meta))
                 write_text(self.folder / "latest", target.name + "\n")
@@ -152,7 +153,7 @@ def load(trainer: Any, path: Path) -> dict[str, Any]:
     facts = read_facts(path)
     trainer.optimizer.prepare(facts["step"])
     try:
-        dcp.load(state_of(trainer), checkpoint_id=path)
+        read_state(state_of(trainer), checkpoint_id=path)
     except Exception as error:
         line = " ".join(str(error).split())
         raise InputError("checkpoint", path, f"does not fit this model: {line[:300]}") from None
@@ -166,7 +167,14 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True)
 
 
-def names(path: Path) -> Iterable[str]:
-    """Names of the parameters in a checkpoint."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    return [n.removeprefix("parameter/") for n in metadata.state_dict_metadata if n.startswith("parameter/")]
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name (``parameter/...``, ``exp_avg/...``, ``buffer/...``) -> shape of every whole tensor in a checkpoint."""
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: tuple(data.size) for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
+
+
+def read_whole(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    """One whole tensor of a checkpoint, in this process alone."""
+    state = {name: torch.empty(shape)}
+    read_state(state, checkpoint_id=path, no_dist=True)
+    return state[name]

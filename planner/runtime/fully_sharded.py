@@ -32,7 +32,7 @@ def shard(decoder: nn.Module, mesh: Mesh, compute: torch.dtype, wide: torch.dtyp
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
     again = mesh.layout.schedule not in SPLIT_BACKWARD
     dense = mesh.sharding(False)
-    for layer in decoder.layers.values():  # type: ignore[operator,union-attr]
+    for layer in decoder.layers.values():  # type: ignore[operator]
         experts = getattr(layer.mlp, "experts", None)
         if isinstance(experts, nn.Module):
             _one(experts, mesh.sharding(True), policy, again)

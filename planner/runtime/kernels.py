@@ -26,7 +26,7 @@ from torch import Tensor
 from planner.runtime.attention_blocks import attend_backward, attend_forward, attend_shapes
 
 _library = torch.library.Library("axisplan", "DEF")
-_Activation = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -82,11 +82,11 @@ _operation(
 
 
 def _swiglu(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    return _Activation[kind](gate).mul_(up)
+    return _ACTIVATIONS[kind](gate).mul_(up)
 
 
 def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    acted = _Activation[kind](gate)
+    acted = _ACTIVATIONS[kind](gate)
     return _activate_backward(grad * up, gate, kind), acted.mul_(grad)
 
 
@@ -104,7 +104,7 @@ _operation(
     _swiglu_backward,
     lambda grad, gate, up, kind: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
-_operation("activate(Tensor x, str kind) -> Tensor", lambda x, kind: _Activation[kind](x), lambda x, kind: x.new_empty(x.shape))
+_operation("activate(Tensor x, str kind) -> Tensor", lambda x, kind: _ACTIVATIONS[kind](x), lambda x, kind: x.new_empty(x.shape))
 _operation(
     "activate_backward(Tensor grad, Tensor x, str kind) -> Tensor", _activate_backward, lambda grad, x, kind: x.new_empty(x.shape)
 )
@@ -169,8 +169,8 @@ _operation(
     lambda q, k, v, *_: attend_shapes(q, v),
 )
 _operation(
-    "attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? q_document, Tensor? k_document, "
-    "int[] q_spans, int[] k_spans, int window, int chunk, float scale) -> (Tensor, Tensor, Tensor)",
+    "attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? q_document, "
+    "Tensor? k_document, int[] q_spans, int[] k_spans, int window, int chunk, float scale) -> (Tensor, Tensor, Tensor)",
     attend_backward,
     lambda grad, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
 )

@@ -25,7 +25,7 @@ from planner.runtime.parameter import Block, blocks_of, fill, parameter
 from planner.runtime.recompute import Recomputed, again
 from planner.runtime.tensor import Embedding, Linear, TensorParallel
 from profiles.errors import InputError
-from profiles.model import Attention, LatentAttention, Layer, Mlp, Moe, ModelSpec
+from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,8 @@ class _All(torch.autograd.Function):
 class Router(nn.Module):
     """Scores of every expert for a token, the ``top_k`` chosen and their weights. Computed in fp32 (fp64) whatever the model's dtype."""
 
+    e_score_correction_bias: Tensor
+
     def __init__(self, spec: Moe, hidden: int, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
@@ -141,8 +143,8 @@ class MoeBlock(nn.Module):
     """[s (/tp under SP), b, hidden] -> the same."""
 
     def __init__(
-        self, spec: Moe, hidden: int, layers: int, index: int, mesh: Mesh, tp: TensorParallel, capacity: float, balance: Balance, recompute: Any,
-        dtype: torch.dtype, device: torch.device,
+        self, spec: Moe, hidden: int, layers: int, index: int, mesh: Mesh, tp: TensorParallel, capacity: float, balance: Balance,
+        recompute: Any, dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
         self.spec, self.tp, self.mesh, self.capacity, self.balance, self.index, self.recompute = (

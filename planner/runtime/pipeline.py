@@ -9,6 +9,7 @@ another in a circle. Shapes are known from the layout; nothing is inferred at ru
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,7 @@ class Chunk:
 class Pipeline:
     """Runs one rank's order over its chunks. With one stage it is gradient accumulation, and no transfer exists.
 
+    ``busy_seconds``: host seconds of the last run outside waits for other stages (on a CPU, the stage's own work).
     ``shape`` and ``dtype`` are those of an activation between stages. ``after_backward(chunk)`` is called whenever a microbatch's
     weight gradients of a chunk are complete: where data parallelism takes them.
     """
@@ -125,6 +127,7 @@ class Pipeline:
         """Forward and backward of every microbatch; the sum of the losses this rank computed (0 without the head)."""
         order = lower(self.schedule, self.axis.size, self.vpp, len(batches))[self.axis.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.busy_seconds = 0.0
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._received: dict[tuple[str, int, int], tuple[dist.Work | None, Tensor]] = {}
         for step in order:
@@ -134,6 +137,8 @@ class Pipeline:
             chunk = self.chunks[step.chunk]
             if self.before is not None:
                 self.before(chunk, step.kind, step.microbatch)
+            self._arrive(step)
+            began = time.perf_counter()
             if step.kind == "F":
                 total += self._forward(chunk, step.microbatch, batches[step.microbatch], loss)
             elif step.kind == "BW":
@@ -144,6 +149,7 @@ class Pipeline:
                 self._backward_weight(chunk, step.microbatch)
             if step.kind in ("BW", "W") and self.after_backward is not None:
                 self.after_backward(chunk)
+            self.busy_seconds += time.perf_counter() - began
             self._release()
         for work, _ in self._sent:
             work.wait()
@@ -169,11 +175,15 @@ class Pipeline:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
-    def _take(self, what: str, microbatch: int, chunk: int) -> Tensor:
-        work, tensor = self._received.pop((what, microbatch, chunk))
+    def _arrive(self, step: Action) -> None:
+        """Wait for what the action needs from another rank."""
+        needed = {"F": ("F", step.microbatch, step.chunk - 1), "B": ("B", step.microbatch, step.chunk + 1)}.get(step.kind[0])
+        work = self._received.get(needed, (None,))[0] if needed is not None else None
         if work is not None:
             work.wait()
-        return tensor
+
+    def _take(self, what: str, microbatch: int, chunk: int) -> Tensor:
+        return self._received.pop((what, microbatch, chunk))[1]
 
     # -- actions ----------------------------------------------------------------------------------------------------
 

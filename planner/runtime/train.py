@@ -24,15 +24,15 @@ from cost_models.layout import SPLIT_BACKWARD, Layout
 from planner.runtime import checkpoint, fully_sharded, weights
 from planner.runtime.attention import Tokens
 from planner.runtime.checkpoint import Checkpoints
-from planner.runtime.collectives import all_reduce, all_reduce_world
+from planner.runtime.collectives import all_gather, all_reduce, all_reduce_world
 from planner.runtime.context import spans, take
 from planner.runtime.data import Batch, Source, TokenFile, indices_of
 from planner.runtime.data_parallel import Shards, make_buckets
 from planner.runtime.loss import IGNORED
 from planner.runtime.mesh import Mesh
 from planner.runtime.metrics import Memory
-from planner.runtime.moe import Balance
 from planner.runtime.model import Build, Decoder, parts
+from planner.runtime.moe import Balance
 from planner.runtime.optimizer import Schedule, ShardedAdamW
 from planner.runtime.pipeline import Chunk, MicroBatch, Pipeline
 from planner.runtime.tensor import TensorParallel
@@ -219,6 +219,12 @@ class Trainer:
                         router.move_bias(loads, self.settings.bias_rate)  # type: ignore[union-attr,operator]
         return worst
 
+    def stage_seconds(self) -> list[float]:
+        """Seconds that each pipeline rank was busy in the last step, its transfers and waits apart."""
+        mine = torch.tensor([self.pipeline.busy_seconds], dtype=torch.float64, device=self.device)
+        everyone: list[float] = all_gather(mine, self.mesh.pp).tolist()
+        return everyone
+
     def batch(self, source: Source, number: int) -> Batch:
         """This rank's sequences of step ``number``."""
         return source.batch(indices_of(number, self.settings.global_batch, self.layout.dp, self.mesh.dp))
@@ -248,6 +254,8 @@ def run(
             line["seconds"] = time.perf_counter() - start
             line["tokens_per_second"] = settings.seq_len * settings.global_batch / line["seconds"]
             line["peak_bytes"] = memory.peak_of_all()
+            if layout.pp > 1:
+                line["stage_seconds"] = trainer.stage_seconds()
             if dist.get_rank() == 0:
                 (record or print_record)(line)
             last = leave or number + 1 == settings.steps

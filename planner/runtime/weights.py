@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from planner.runtime import checkpoint
@@ -83,7 +82,7 @@ class Folder:
         self.path = path
         self._tensors: dict[str, Any] = {}
         for file in files:
-            opened = safe_open(file, framework="pt")  # type: ignore[no-untyped-call]
+            opened = safe_open(file, framework="pt")
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 self._tensors[name] = opened
 
@@ -172,7 +171,7 @@ def _tensors(path: Path, model: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     def prefix(name: str) -> str:
         return name if name.startswith("lm_head") else ("transformer." if model.family == "gpt2" else "model.") + name
 
-    sizes = {n: tuple(m.size) for n, m in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()}
+    sizes = checkpoint.shapes(path)
     together: dict[str, list[tuple[Place, str]]] = {}
     for full in sizes:
         part, _, name = full.partition("/")
@@ -182,9 +181,8 @@ def _tensors(path: Path, model: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     for stored, members in sorted(together.items()):
         wholes = []
         for where, full in sorted(members, key=lambda m: m[0].part):
-            state = {full: torch.empty(sizes[full])}
-            dcp.load(state, checkpoint_id=path, no_dist=True)
-            wholes.append(state[full].T if where.transposed else state[full])
+            whole = checkpoint.read_whole(path, full, sizes[full])
+            wholes.append(whole.T if where.transposed else whole)
         if "{expert}" in stored:
             yield from ((prefix(stored.format(expert=e)), t.clone()) for e, t in enumerate(wholes[0]))
         else:

@@ -55,7 +55,7 @@ def _train(arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from planner.plan import Plan
-    from planner.runtime import train
+    from planner.runtime import feedback, train
     from planner.runtime.mesh import backend_of, device_of_rank
 
     plan = Plan.load(arguments.plan)
@@ -65,7 +65,15 @@ def _train(arguments: argparse.Namespace) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend_of(device), timeout=datetime.timedelta(seconds=settings.timeout_seconds))
-    train.run(job.model, plan.layout_object, settings, device)
+    records: list[dict[str, Any]] = []
+
+    def record(line: dict[str, Any]) -> None:
+        records.append(line)
+        train.print_record(line)
+
+    train.run(job.model, plan.layout_object, settings, device, record=record)
+    if records and settings.out is not None:
+        feedback.write(settings.out / "runs.csv", [feedback.row(plan, records, job.model.name)])
     dist.destroy_process_group()
     return 0
 

@@ -14,7 +14,7 @@ from planner.runtime.attention_blocks import attend_forward
 from planner.runtime.context import ContextAttention, spans
 from planner.runtime.expert import Dispatcher
 from planner.runtime.mesh import Mesh
-from profiles.model import Attention, Layer, Mlp, Moe, ModelSpec, uniform
+from profiles.model import Attention, Layer, Mlp, ModelSpec, Moe, uniform
 
 
 def _mesh(layout: str, ffn: Mlp | Moe) -> Mesh:

@@ -18,7 +18,7 @@ from planner.runtime.collectives import all_gather
 from planner.runtime.data import Batch, indices_of
 from planner.runtime.train import Trainer, TrainSettings, checkpoint_facts, resume
 from profiles.huggingface import load_model
-from profiles.model import Attention, LatentAttention, Layer, Mlp, Moe, ModelSpec, uniform
+from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe, uniform
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from planner.runtime.mesh import Axis
 from planner.runtime.moe import Router
 from planner.runtime.tensor import TensorParallel
-from planner.runtime.mesh import Axis
 from profiles.model import Moe
 
 PROGRAMS = Path(__file__).resolve().parent / "document_programs.py"

@@ -17,6 +17,7 @@ import pytest
 from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout
+from cost_models.runs import load_runs, read_rows
 from planner import plan as plans
 from planner.runtime.checkpoint import latest
 from planner.runtime.launch import launch, why
@@ -72,6 +73,10 @@ def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path) -> None:
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     assert set(records[0]) >= {"step", "loss", "grad_norm", "seconds", "tokens_per_second", "peak_bytes"}
     assert records[-1]["loss"] < records[0]["loss"]
+    runs, skipped = load_runs(read_rows(tmp_path / "run" / "runs.csv"))
+    assert not skipped
+    assert runs[0].layout == Layout.parse("dp=2")
+    assert runs[0].seconds == pytest.approx(sorted(r["seconds"] for r in records[1:])[1], rel=1e-4)
     assert not alive(str(tmp_path))
 
 
@@ -134,7 +139,7 @@ def test_bad_settings_are_one_line_naming_the_field(tmp_path: Path) -> None:
 
 
 def test_why_reads_the_failure_of_a_rank_from_torchruns_table() -> None:
-    table = "Root Cause (first observed failure):\n[0]:\n  time      : x\n  host      : h\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 17)"
+    table = "Root Cause (first observed failure):\n[0]:\n  host      : h\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 17)"
     assert why(table, 1) == "rank 3 was killed by SIGKILL"
 
 

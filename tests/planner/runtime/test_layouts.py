@@ -57,7 +57,8 @@ EIGHT = [
     (8, "cp=4,cp_kind=ring2xulysses2,dp=2", "llama"), (8, "tp=2,pp=2,dp=2,zero=2,schedule=zb-v", "llama"),
     (8, "tp=2,cp=2,dp=2,ep=8,zero=1", "moe-v3"), (8, "dp_replicate=2,dp_shard=2,cp=2,zero=3", "mqa"),
     (8, "pp=4,vpp=2,schedule=interleaved,dp=2,micro_batch=1", "gpt"), (8, "tp=8", "mqa"), (8, "tp=4,cp=2,ep=4,etp=2", "mla"),
-    (8, "dp_replicate=2,dp_shard=2,pp=2,ep=2,zero=3,recompute=full", "moe"), (8, "tp=2,pp=2,cp=2,ep=2,schedule=dualpipe-v,micro_batch=2", "mla"),
+    (8, "dp_replicate=2,dp_shard=2,pp=2,ep=2,zero=3,recompute=full", "moe"),
+    (8, "tp=2,pp=2,cp=2,ep=2,schedule=dualpipe-v,micro_batch=2", "mla"),
     (8, "cp=8", "gpt"), (8, "cp=8,cp_kind=ulysses", "mqa"), (8, "tp=2,pp=2,dp=2,ep=4,order=tp-pp-dp,zero=1", "moe-qwen2"),
     (8, "pp=8,micro_batch=1", "llama8"),
 ]  # fmt: skip
