@@ -173,11 +173,11 @@ def _table() -> dict[str, Any]:
 
 
 def apply_rules(row: Row) -> Facts:
-    """All rules that hold for ``row``, later ones over earlier ones. Raises InputError where none names an execution."""
+    """All rules that hold for ``row``, later ones over earlier ones; where none names an execution, the fallback does."""
     merged: dict[str, dict[str, Any]] = {"set": {}, "model": {}, "layout": {}, "job": {}, "cluster": {}}
     execution, guesses = "", []
     for rule in _table()["rules"]:
-        if not all(_holds(row.get(column, ""), wanted) for column, wanted in rule["when"].items()):
+        if not _applies(rule, row):
             continue
         execution = rule.get("execution", execution)
         for key, values in merged.items():
@@ -185,8 +185,14 @@ def apply_rules(row: Row) -> Facts:
         if "guess" in rule:
             guesses.append(rule["guess"])
     if not execution:
-        raise InputError("framework", row.get("framework", ""), "no rule of data/runs.yaml knows it", "megatron")
+        unknown = next(rule for rule in _table()["fallback"] if _applies(rule, row))
+        execution = unknown["execution"]
+        guesses.append(unknown["guess"])
     return Facts(execution, guesses=tuple(guesses), **merged)
+
+
+def _applies(rule: Mapping[str, Any], row: Row) -> bool:
+    return all(_holds(row.get(column, ""), wanted) for column, wanted in rule["when"].items())
 
 
 def _holds(cell: str, wanted: Any) -> bool:

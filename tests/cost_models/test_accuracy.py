@@ -197,7 +197,7 @@ def test_a_users_row_needs_few_columns() -> None:
 @pytest.mark.parametrize(
     ("cell", "value", "field"),
     [
-        ("layers", "", "layers"), ("gpus", "7.5", "gpus"), ("gpu", "h1000", "cluster"), ("framework", "unheard of", "framework"),
+        ("layers", "", "layers"), ("gpus", "7.5", "gpus"), ("gpu", "h1000", "cluster"),
         ("tp", "3", "tp*pp*cp"), ("global_batch", "1", "global_batch"), ("hidden", "-5", "hidden"), ("precision", "fp7", "precision"),
     ],
 )  # fmt: skip
@@ -207,6 +207,13 @@ def test_a_bad_cell_is_named(cell: str, value: str, field: str) -> None:
     scores = regress(runs_, skipped)
     assert not scores.predictions
     assert field in scores.skipped[0].why
+
+
+def test_an_unknown_framework_is_guessed_and_said() -> None:
+    unknown = {**row("titan-table1-FSDP"), "framework": "unheard of", "source": "somebody"}
+    assert to_run(unknown).job.execution.name == "torchtitan"
+    assert any("not known" in guess for guess in to_run(unknown).guessed)
+    assert to_run({**unknown, "zero": "1"}).job.execution.name == "megatron"
 
 
 def test_a_file_that_is_no_table_of_runs_is_an_input_error(tmp_path: Path) -> None:
