@@ -21,8 +21,11 @@ def run(program: Any, *, nodes: int = 1_000_000, backend: str = "") -> str | Non
         solver = pulp.HiGHS(msg=False, threads=1, gapRel=0.0, random_seed=1, mip_max_nodes=nodes, mip_abs_gap=0.0)
     else:
         solver = pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=0.0, options=["randomSeed 1", f"maxNodes {nodes}"])
-    with _silent():
-        status = program.solve(solver)
+    with silent():
+        try:
+            status = program.solve(solver)
+        except KeyError:
+            return _stopped(program)
     if pulp.LpStatus[status] != "Optimal":
         return None
     if chosen == "highs":
@@ -30,6 +33,19 @@ def run(program: Any, *, nodes: int = 1_000_000, backend: str = "") -> str | Non
         if model is not None and "Optimal" not in str(model.modelStatusToString(model.getModelStatus())):
             return "feasible"
     return "optimal" if program.sol_status == pulp.LpSolutionOptimal else "feasible"
+
+
+def _stopped(program: Any) -> str | None:
+    """A node limit ended HiGHS, which PuLP has no word for: its answer, if it has one, is read here."""
+    import highspy
+
+    model = program.solverModel
+    if model.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return None
+    values = list(model.getSolution().col_value)
+    for variable in program.variables():
+        variable.varValue = values[variable.index]
+    return "feasible"
 
 
 def bound_of(program: Any) -> float:
@@ -52,7 +68,7 @@ def _has_highs() -> bool:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Nothing reaches standard output meanwhile: HiGHS prints its banner past its own switch, and ``--json`` promises one document."""
     sys.stdout.flush()
     try:

@@ -1,0 +1,367 @@
+"""A column's costs as the program needs them: seconds and bytes by layer kind and recompute mode, from the cost models.
+
+Nothing is priced here: the numbers are ``cost_models.passes.unit_seconds``, ``step.rank_update`` and ``memory``'s, and a chunk is a sum
+of units. ``Core`` holds what all columns of one core share; ``Column`` adds what ZeRO, the split of dp, and offload decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.communication import stragglers
+from cost_models.job import Job
+from cost_models.layout import V_SHAPED, Layout, Recompute, RecomputeRule
+from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, layer_key, unit_seconds, unit_weights
+from cost_models.pipeline import Path, Timeline, seed_paths, simulate
+from cost_models.states import Holding
+from cost_models.step import ChunkSeconds, boundary_seconds, rank_update, ranks_chunks
+from cost_models.update import optimizer_seconds, update_seconds
+from planner.rules.core import Limits
+
+Floats = npt.NDArray[np.float64]
+
+Mix = tuple[tuple[int, ...], ...]
+"""Layers of a chunk by kind (rows) and recompute mode (columns)."""
+
+
+def modes_of(job: Job, limits: Limits) -> tuple[RecomputeRule, ...]:
+    """The recompute choices of a layer that the planner tries, cheapest first: none, a selective one or two that the target has, full."""
+    names = ["none"] if "none" in limits.recompute_modes else []
+    if "selective" in limits.recompute_modes:
+        has = set(limits.modules)
+        if "op" in has and limits.recompute == "model":
+            names.append("selective(op)")
+        if job.execution.unfused and "core_attn" in has:
+            names.append("selective(core_attn)")
+        moe = job.model.moe is not None
+        light = [m for m in (("layernorm", "moe_act", "mla_up_proj") if moe else ("layernorm", "mlp_act")) if m in has]
+        if job.model.attention is None or job.model.attention.kind != "latent_attention":
+            light = [m for m in light if m != "mla_up_proj"]
+        if light:
+            names.append(f"selective({','.join(light)})")
+        heavy = "moe" if moe else "mlp"
+        if heavy in has:
+            names.append(f"selective({heavy})")
+    if "full" in limits.recompute_modes:
+        names.append("full")
+    return tuple(rule_of(n) for n in names)
+
+
+@lru_cache(maxsize=256)
+def rule_of(text: str) -> RecomputeRule:
+    rule = Recompute.parse(text).rules[0]
+    return RecomputeRule(0, None, rule.mode, rule.modules)
+
+
+def mode_text(rule: RecomputeRule) -> str:
+    return f"{rule.mode}({','.join(rule.modules)})" if rule.modules else rule.mode
+
+
+# -- paths, kept from column to column ------------------------------------------------------------------------------------
+
+
+class Paths:
+    """Critical paths of one schedule shape, as matrices over chunks. They bound every column of that shape, so they are kept."""
+
+    def __init__(self, schedule: str, pp: int, vpp: int, microbatches: int, blocking: bool) -> None:
+        self.key = (schedule, pp, vpp, microbatches, blocking)
+        self.ranks = np.array([_least_rank(schedule, pp, c) for c in range(pp * vpp)])
+        self._seen: set[bytes] = set()
+        self.rows: list[Path] = []
+        self.duals: list[Floats] = []
+        """Weights over paths that were optimal for some column: any of them bounds every column."""
+        for path in seed_paths(schedule, pp, vpp, microbatches, blocking):
+            self.add(path)
+
+    def add(self, path: Path) -> bool:
+        """Keep a path; False when it was there."""
+        mark = b"".join(
+            a.tobytes() for a in (path.forward, path.backward_input, path.backward_weight, path.p2p_forward, path.p2p_backward)
+        )
+        mark += bytes((path.first % 256, path.last % 256))
+        if mark in self._seen:
+            return False
+        self._seen.add(mark)
+        self.rows.append(path)
+        self.__dict__.pop("matrices", None)
+        return True
+
+    @cached_property
+    def matrices(self) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(forward, backward input, backward weight, paired forward, paired backward) path x chunk, transfers by path, first and last rank."""
+        rows = self.rows
+        return (
+            np.array([p.forward for p in rows]), np.array([p.backward_input for p in rows]), np.array([p.backward_weight for p in rows]),
+            np.array([p.paired_forward for p in rows]), np.array([p.paired_backward for p in rows]),
+            np.array([float(np.sum(p.p2p_forward) + np.sum(p.p2p_backward)) for p in rows]),
+            np.array([p.first for p in rows]), np.array([p.last for p in rows]),
+        )  # fmt: skip
+
+
+def _least_rank(schedule: str, pp: int, chunk: int) -> int:
+    """A rank that holds ``chunk`` (the first of DualPipe's two)."""
+    if schedule in V_SHAPED:
+        return chunk if chunk < pp else 2 * pp - 1 - chunk
+    return chunk % pp
+
+
+class PathStore:
+    """``Paths`` by shape."""
+
+    def __init__(self) -> None:
+        self._by: dict[tuple[Any, ...], Paths] = {}
+
+    def of(self, schedule: str, pp: int, vpp: int, microbatches: int, blocking: bool) -> Paths:
+        key = (schedule, pp, vpp, microbatches, blocking)
+        if key not in self._by:
+            self._by[key] = Paths(*key)
+        return self._by[key]
+
+    @property
+    def count(self) -> int:
+        return sum(len(p.rows) for p in self._by.values())
+
+
+# -- seconds of units -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Units:
+    """Seconds of one microbatch by unit: layer kinds (K), their modes (M), embedding, head with its MTP modules (by the mode of the last
+    layer). ``f`` forward, ``b`` recompute and input gradient, ``w`` weight gradient, ``sf``, ``sb`` what a DualPipe pair hides."""
+
+    f: Floats
+    b: Floats
+    w: Floats
+    sf: Floats
+    sb: Floats
+    embedding: tuple[float, float, float]
+    head: tuple[tuple[float, float, float, float, float], ...]
+    """By mode of the last layer: f, b, w, sf, sb."""
+
+    @cached_property
+    def least(self) -> Floats:
+        """K x 3: f, the least b of any mode, w, pairs' savings taken off."""
+        return np.stack([self.f - self.sf, (self.b - self.sb).min(axis=1), self.w], axis=1)
+
+    @cached_property
+    def least_head(self) -> tuple[float, float, float]:
+        return (min(h[0] - h[3] for h in self.head), min(h[1] - h[4] for h in self.head), min(h[2] for h in self.head))
+
+
+def units(job: Job, layout: Layout, modes: Sequence[RecomputeRule]) -> Units:
+    """The unit seconds of a column (any layout of it); cached by what they depend on."""
+    return _units(job, layer_key(job, layout), tuple(modes))
+
+
+@lru_cache(maxsize=8192)
+def _units(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> Units:
+    kinds = range(len(job.model.kinds))
+    table = [[unit_seconds(job, key, k, r) for r in modes] for k in kinds]
+    one, head = unit_seconds(job, key, EMBEDDING), unit_seconds(job, key, HEAD)
+    heads = []
+    for rule in modes:
+        total = np.array([head.f, head.b, head.w, *head.paired_saving])
+        if job.model.mtp:
+            extra = unit_seconds(job, key, MTP, rule)
+            total = total + job.model.mtp * np.array([extra.f, extra.b, extra.w, *extra.paired_saving])
+        heads.append(tuple(float(x) for x in total))
+    return Units(
+        np.array([row[0].f for row in table]), np.array([[u.b for u in row] for row in table]), np.array([row[0].w for row in table]),
+        np.array([row[0].paired_saving[0] for row in table]), np.array([[u.paired_saving[1] for u in row] for row in table]),
+        (one.f, one.b, one.w), tuple(heads),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def blocks_transfers(job: Job, schedule: str) -> bool:
+    """Whether a transfer keeps its sender busy (``cost_models.step.run_schedule``)."""
+    return job.execution.p2p_blocking if schedule in ("gpipe", "1f1b") else not job.execution.p2p_overlap
+
+
+@lru_cache(maxsize=64)
+def prefix_counts(job: Job) -> npt.NDArray[np.int64]:
+    """(L + 1) x K: layers of each kind among the first i."""
+    kinds = len(job.model.kinds)
+    out = np.zeros((job.model.num_layers + 1, kinds), np.int64)
+    for i, kind in enumerate(job.model.pattern):
+        out[i + 1] = out[i]
+        out[i + 1, kind] += 1
+    return out
+
+
+# -- a column -------------------------------------------------------------------------------------------------------------
+
+
+class Column:
+    """One column: seconds and bytes of any choice of stages and recompute."""
+
+    def __init__(self, job: Job, layout: Layout, modes: tuple[RecomputeRule, ...], store: PathStore) -> None:
+        self.job, self.layout, self.modes, self.store = job, layout, modes, store
+        self.microbatches = layout.microbatches(job.global_batch)
+        self.chunks = layout.chunks
+        self.layers = job.model.num_layers
+        self._ends: dict[tuple[Any, ...], tuple[float, float]] = {}
+
+    @cached_property
+    def units(self) -> Units:
+        return units(self.job, self.layout, self.modes)
+
+    @cached_property
+    def transfer(self) -> float:
+        return boundary_seconds(self.job, self.layout)
+
+    @cached_property
+    def blocking(self) -> bool:
+        return blocks_transfers(self.job, self.layout.schedule)
+
+    @cached_property
+    def paths(self) -> Paths:
+        layout = self.layout
+        return self.store.of(layout.schedule, layout.pp, layout.vpp, self.microbatches, self.blocking)
+
+    @cached_property
+    def slowing(self) -> float:
+        return stragglers(self.job.cluster.nodes if self.layout.world > 1 else 1)
+
+    def step(self, pipeline_seconds: float) -> float:
+        """Seconds of a step whose pipeline takes ``pipeline_seconds`` (``cost_models.step.estimate``)."""
+        return (pipeline_seconds + self.job.execution.step_overhead_seconds) * self.slowing
+
+    @cached_property
+    def unit_weights(self) -> tuple[list[Holding], Holding, Holding]:
+        kinds = [unit_weights(self.job, self.layout, k) for k in range(len(self.job.model.kinds))]
+        return kinds, unit_weights(self.job, self.layout, EMBEDDING), unit_weights(self.job, self.layout, HEAD)
+
+    def chunk_seconds(self, mix: Mix, *, first: bool, last: bool, tail: int = 0) -> tuple[float, float, float, float, float]:
+        """(f, b, w, sf, sb) of a chunk; ``tail``: the mode of the model's last layer, for MTP."""
+        u = self.units
+        counts = np.asarray(mix, np.float64)
+        n = counts.sum(axis=1)
+        f, w, sf = float(n @ u.f), float(n @ u.w), float(n @ u.sf)
+        b, sb = float((counts * u.b).sum()), float((counts * u.sb).sum())
+        if first:
+            f, b, w = f + u.embedding[0], b + u.embedding[1], w + u.embedding[2]
+        if last:
+            h = u.head[tail]
+            f, b, w, sf, sb = f + h[0], b + h[1], w + h[2], sf + h[3], sb + h[4]
+        return f, b, w, sf, sb
+
+    def chunk(self, mix: Mix, *, first: bool, last: bool, tail: int = 0) -> ChunkSeconds:
+        """The chunk as ``cost_models.step`` has it."""
+        f, b, w, sf, sb = self.chunk_seconds(mix, first=first, last=last, tail=tail)
+        kinds, embedding, head = self.unit_weights
+        weights = Holding()
+        parts: list[tuple[tuple[int, RecomputeRule], int]] = []
+        if first:
+            weights = weights + embedding
+            parts.append(((EMBEDDING, NO_RECOMPUTE), 1))
+        for k, row in enumerate(mix):
+            for m, n in enumerate(row):
+                if n:
+                    weights = weights + kinds[k].times(n)
+                    parts.append(((k, self.modes[m]), n))
+        if last:
+            weights = weights + head
+            parts.append(((HEAD, NO_RECOMPUTE), 1))
+            model = self.job.model
+            if model.mtp:
+                weights = weights + unit_weights(self.job, self.layout, MTP).times(model.mtp)
+                parts.append(((MTP, self.modes[tail]), model.mtp))
+        return ChunkSeconds(f, b, w, tuple(parts), weights, (sf, sb))
+
+    @cached_property
+    def layer_update(self) -> Floats:
+        """Optimizer seconds of one layer's weights, by kind: what a rank's end grows by at least with each layer."""
+        if self.job.optimizer == "muon":
+            return np.zeros(len(self.job.model.kinds))
+        return np.array([optimizer_seconds(self.job, self.layout, w) for w in self.unit_weights[0]])
+
+    @cached_property
+    def mean_ends(self) -> float:
+        """Lower bound on the mean over ranks of start + end: all weights at once with all of their communication beside work.
+
+        The exposed part of a collective is subadditive in its bytes, so that one rank with everything takes no longer than the sum.
+        """
+        kinds, embedding, head = self.unit_weights
+        total = embedding + head
+        for weights, count in zip(kinds, prefix_counts(self.job)[-1], strict=True):
+            total = total + weights.times(int(count))
+        update = update_seconds(self.job, self.layout, total, forward=1e30, backward=1e30)
+        return (update.start + update.end) / self.layout.pp
+
+    def ends(self, rank: int, chunks: Sequence[ChunkSeconds]) -> tuple[float, float]:
+        """(start, end) seconds of a rank that holds ``chunks``: parameter gathering; gradient reduction and optimizer."""
+        key = tuple((c.parts) for c in chunks)
+        if key not in self._ends:
+            held = ranks_chunks(self.layout, rank)
+            padded: list[Any] = [None] * self.chunks
+            for place, chunk in zip(held, chunks, strict=True):
+                padded[place] = chunk
+            update = rank_update(self.job, self.layout, padded, rank)
+            self._ends[key] = (update.start, update.end)
+        return self._ends[key]
+
+    def simulate(self, mixes: Sequence[Mix]) -> Timeline:
+        """The exact timeline of a choice: one mix a chunk, in model order."""
+        tail = self.tail_of(mixes[-1])
+        chunks = [self.chunk(mix, first=c == 0, last=c == self.chunks - 1, tail=tail) for c, mix in enumerate(mixes)]
+        starts, ends = [], []
+        for rank in range(self.layout.pp):
+            start, end = self.ends(rank, [chunks[c] for c in ranks_chunks(self.layout, rank)])
+            starts.append(start)
+            ends.append(end)
+        layout = self.layout
+        return simulate(
+            layout.schedule, layout.pp, layout.vpp, self.microbatches,
+            [c.forward for c in chunks], [c.backward_input for c in chunks], [c.backward_weight for c in chunks], self.transfer,
+            blocking=self.blocking, starts=starts, ends=ends,
+            hidden_forward=[c.saving[0] for c in chunks], hidden_backward=[c.saving[1] for c in chunks],
+        )  # fmt: skip
+
+    def fractional(self, sizes: Sequence[float], mean: Floats) -> Timeline:
+        """The timeline of chunks that hold fractions of mean layers (seconds f, b, w), without ends: for its critical path."""
+        n = np.asarray(sizes, np.float64)
+        chunks = [n * mean[0], n * mean[1], n * mean[2]]
+        for array, first, last in zip(chunks, self.units.embedding, self.units.least_head, strict=True):
+            array[0] += first
+            array[-1] += last
+        layout = self.layout
+        return simulate(layout.schedule, layout.pp, layout.vpp, self.microbatches, *chunks, self.transfer, blocking=self.blocking)
+
+    def tail_of(self, mix: Mix) -> int:
+        """The mode of the last layer of a chunk: layers of a kind run the costlier modes first, so it is the cheapest mode present."""
+        row = mix[self.job.model.pattern[-1]]
+        return next((m for m, n in enumerate(row) if n), 0)
+
+    def layout_of(self, stages: Sequence[int], mixes: Sequence[Mix]) -> Layout:
+        """The layout that says this choice; within a chunk and kind, the costlier modes come first."""
+        rules: list[str] = []
+        start = 0
+        for count, mix in zip(stages, mixes, strict=True):
+            left = [[m for m in reversed(range(len(self.modes))) for _ in range(row[m])] for row in mix]
+            taken = [0] * len(mix)
+            for layer in range(start, start + count):
+                kind = self.job.model.pattern[layer]
+                rules.append(mode_text(self.modes[left[kind][taken[kind]]]))
+                taken[kind] += 1
+            start += count
+        return self.layout.with_(stages=tuple(int(n) for n in stages) if self.chunks > 1 else (), recompute=recompute_text(rules))
+
+
+def recompute_text(choices: Sequence[str]) -> str:
+    """The shortest recompute string that gives each layer its choice."""
+    if len(set(choices)) == 1:
+        return choices[0]
+    parts, start = [], 0
+    for i in range(1, len(choices) + 1):
+        if i == len(choices) or choices[i] != choices[start]:
+            if choices[start] != "none":
+                parts.append(f"{start}-{i - 1}:{choices[start]}")
+            start = i
+    return str(Recompute.parse("/".join(parts)))

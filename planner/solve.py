@@ -1,0 +1,213 @@
+"""``solve``: from a request to a plan, with its certificate.
+
+The mathematics stands in ``planner.program`` (the integer program and its constraint families), ``planner.bounds`` (what is known without
+it) and ``planner.search`` (how columns are cut and counted); here the answer becomes a plan: the tie between near-equal ones, the
+runners-up and what each loses, and, when nothing fits, what would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models.job import Job
+from cost_models.layout import Layout
+from cost_models.step import StepEstimate, estimate
+from cost_models.uncertainty import chance_faster, flipping_cause
+from planner.plan import Certificate, Plan, RunnerUp, cluster_dump, execution_dump, hashes, job_record, layout_dump, model_dump, stages_of
+from planner.search import Found, Outcome, Search, family
+from planner.solve_column import PROVED
+from planner.space import Space, read_wishes
+from profiles.errors import DoesNotFit, InputError
+
+OBJECTIVES = ("step-time", "tokens-per-second-per-gpu", "gpu-hours", "cost", "fewest-gpus")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What ``axisplan plan`` is asked for.
+
+    ``pins``: wishes such as ``tp=8,pp<=4``; ``exclude``: layouts that meet all wishes of an entry are left out; ``top``: runners-up
+    wanted; ``similar``: also ones that differ only in micro batch, schedule or sharding; ``tie``: how much slower than the fastest
+    the plan proposed may be for fewer axes or more headroom; ``prove``: search until the gap is 1e-4; ``offload``: host memory may
+    be used.
+    """
+
+    job: Job
+    pins: str = ""
+    exclude: tuple[str, ...] = ()
+    objective: str = "step-time"
+    top: int = 3
+    similar: bool = False
+    tie: float = 0.01
+    prove: bool = False
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tie < 1:
+            raise InputError("tie", self.tie, "is a share between 0 and 1", 0.01)
+        if self.top < 0:
+            raise InputError("top", self.top, "must not be negative", 0)
+
+
+def search(request: PlanRequest, *, extra: int | None = None) -> tuple[Search, Outcome]:
+    """Run the search of a request. Raises InputError where pins leave no legal layout."""
+    job = request.job
+    space = Space(job, read_wishes(request.pins), [read_wishes(e) for e in request.exclude], offload=request.offload)
+    found = Search(job, space, request.prove, request.top if extra is None else extra)
+    outcome = found.run()
+    if not outcome.books.legal:
+        raise InputError("layout", request.pins or "any", no_legal_layout(request), None)
+    return found, outcome
+
+
+def solve(request: PlanRequest) -> Plan:
+    """The plan for a request. Raises InputError for pins that nothing legal meets, DoesNotFit where no legal layout fits."""
+    found, outcome = search(request)
+    if outcome.fastest is None:
+        from planner.remedies import does_not_fit
+
+        raise DoesNotFit(does_not_fit(request, found, outcome))
+    chosen = propose(request, outcome)
+    return plan_of(request, found, outcome, chosen)
+
+
+def propose(request: PlanRequest, outcome: Outcome) -> Found:
+    """The fastest, or one within ``tie`` of it that has fewer axes, then the shorter description, then the smaller time."""
+    assert outcome.fastest is not None
+    bar = outcome.fastest.answer.seconds * (1 + request.tie)
+    near = [f for f in outcome.found if f.answer.seconds <= bar] if request.tie else [outcome.fastest]
+    return min(near, key=lambda f: (axes(f), f.batch.vpp, recomputed(f), f.answer.seconds, layout_of(f).text()))
+
+
+def axes(found: Found) -> int:
+    """Axes of the layout whose degree exceeds one."""
+    p = found.prefix
+    return sum(d > 1 for d in (p.tp, p.ring, p.ulysses, p.pp, p.ep, p.etp)) + (found.shard.dp_replicate > 1) + (found.shard.dp_shard > 1)
+
+
+def recomputed(found: Found) -> int:
+    return sum(n for mix in found.answer.mixes for row in mix for n in row[1:])
+
+
+def layout_of(found: Found) -> Layout:
+    return found.answer.column.layout_of(found.answer.stages, found.answer.mixes)
+
+
+def plan_of(request: PlanRequest, search: Search, outcome: Outcome, chosen: Found) -> Plan:
+    """The artefact."""
+    job = request.job
+    assert outcome.fastest is not None
+    layout = layout_of(chosen)
+    detail = estimate(job, layout)
+    seconds = outcome.fastest.answer.seconds
+    gap = max(0.0, 1 - outcome.best_bound / seconds)
+    books = outcome.books
+    certificate = Certificate(
+        columns_legal=books.legal, cut_by_memory=books.by_memory, cut_by_bound=books.by_bound, cut_by_dominance=0, solved=books.solved,
+        best_bound_seconds=outcome.best_bound, fastest_seconds=seconds, gap=gap, proved=gap <= PROVED, proposed_seconds=detail.step_seconds,
+        tie=request.tie, objective=request.objective, solver=solver_name(), cuts=books.cuts, space=declared(search),
+        pins={str(i): str(w) for i, w in enumerate(search.space.pins)},
+    )  # fmt: skip
+    runners = runners_up(request, outcome, chosen, detail)
+    return Plan(
+        model=model_dump(job.model), cluster=cluster_dump(job.cluster), execution=execution_dump(job.execution), inputs=hashes(job),
+        job_settings=job_record(job), layout=layout_dump(layout), layout_text=layout.text(), stages=stages_of(job, layout),
+        estimate=detail.to_json(), certificate=certificate, runners_up=runners, warnings=warnings(job, layout, detail),
+    )  # fmt: skip
+
+
+def runners_up(request: PlanRequest, outcome: Outcome, chosen: Found, detail: StepEstimate) -> list[RunnerUp]:
+    """The next best really different layouts, and what each loses."""
+    if not request.top:
+        return []
+    job = request.job
+    seen = set() if request.similar else {family(chosen.prefix, chosen.shard)}
+    out = []
+    for found in sorted(outcome.found, key=lambda f: (f.answer.seconds, layout_of(f).text())):
+        kind = family(found.prefix, found.shard)
+        if found is chosen or (not request.similar and kind in seen):
+            continue
+        seen.add(kind)
+        layout = layout_of(found)
+        other = estimate(job, layout)
+        loses = {c: other.seconds.get(c, 0.0) - detail.seconds.get(c, 0.0) for c in sorted({*detail.seconds, *other.seconds})}
+        flip = flipping_cause(job, detail.seconds, other.seconds)
+        out.append(
+            RunnerUp(
+                layout=layout_dump(layout), layout_text=layout.text(), estimate=other.to_json(),
+                slower=other.step_seconds / detail.step_seconds - 1, loses={c: s for c, s in loses.items() if abs(s) > 1e-12},
+                chance_faster=chance_faster(job, detail.seconds, other.seconds),
+                flips="" if flip is None else f"{flip[0]} {flip[1]:+.0%}",
+            )
+        )  # fmt: skip
+        if len(out) == request.top:
+            break
+    return out
+
+
+def warnings(job: Job, layout: Layout, detail: StepEstimate) -> list[str]:
+    """What a reader of the plan should know before launching it."""
+    out = []
+    worst = max(detail.memory, key=lambda s: s.needed)
+    if worst.init_peak > worst.device:
+        out.append(f"building the model needs more memory on stage {worst.stage} than training it does")
+    moe = job.model.moe
+    if moe is not None and layout.pp > 1:
+        empty = [s.stage for s in stages_of(job, layout) if not any(_has_moe(job, r) for r in s.layers)]
+        if empty:
+            out.append(f"stage {empty[0]} holds no MoE layer; some frameworks hang there (megatron-core 0.11)")
+    if moe is not None and layout.zero == 3 and not job.execution.grouped_gemm:
+        out.append("ZeRO-3 with experts in a loop: an expert without tokens must still gather its parameters on every rank")
+    return out
+
+
+def _has_moe(job: Job, layers: list[int]) -> bool:
+    return bool(layers) and any(getattr(job.model.layer(i).ffn, "kind", "") == "moe" for i in range(layers[0], layers[1] + 1))
+
+
+def solver_name() -> str:
+    """The solver behind PuLP."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"PuLP {version('pulp')} with HiGHS {version('highspy')}"
+    except PackageNotFoundError:
+        return "PuLP with CBC"
+
+
+def declared(search: Search) -> str:
+    """The declared space in words."""
+    limits, modes = search.space.limits, [_mode(m) for m in search.modes]
+    how = {
+        "layer": "a chunk mixes two of them for its most frequent layer kind, one for each other kind",
+        "block": "one for the whole model, or the first n layers of every chunk in full",
+        "model": "one for the whole model",
+    }[limits.recompute]
+    return (
+        f"tp, pp, vpp (to 8), cp ({', '.join(limits.cp_kinds)}), ep, etp: every divisor; orders {', '.join(limits.orders)}; ZeRO"
+        f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))}; uneven stages;"
+        f" recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
+    )
+
+
+def _mode(rule: Any) -> str:
+    return f"{rule.mode}({','.join(rule.modules)})" if rule.modules else str(rule.mode)
+
+
+def no_legal_layout(request: PlanRequest) -> str:
+    """Why pins leave nothing: the rules that a pinned layout breaks."""
+    from planner.legality import read_layout, violations
+
+    pinned = [w for w in read_wishes(request.pins) if w.op == "=" and len(w.values) == 1 and w.field != "offload"]
+    if not pinned:
+        return f"no layout of {request.job.cluster.gpus} GPUs is legal for {request.job.model.name} under {request.job.execution.name}"
+    try:
+        layout = read_layout(request.job, ",".join(f"{w.field}={w.values[0]}" for w in pinned))
+        broken = violations(request.job, layout)
+    except InputError as error:
+        return str(error)
+    return "no legal layout meets the pins" + "".join(f" | {v.line()}" for v in broken)
+
+

@@ -1,0 +1,417 @@
+"""The legal layouts, enumerated by prefixes.
+
+A *prefix* fixes tp, context parallelism, pp, dp, ep and etp; its completions are *batch* choices (micro batch, schedule, vpp) times
+*shard* choices (ZeRO, dp_replicate x dp_shard, order, dispatcher, offload), less the pairs that a rule forbids. A prefix together with
+a batch choice is a *core*: all that the pipeline's time depends on but the gradient reduction at its ends. Every rule of
+``planner.legality`` is asked as soon as the fields that it reads are chosen, and once per value.
+
+Choices that are the same program twice are made once: without sharding ranks ZeRO is 0, ZeRO 0 replicates, orders that place every
+rank alike are one, sequence parallelism goes with tp, and schedules need a pipeline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cost_models.job import Job
+from cost_models.layout import Layout, divisors
+from planner.legality import limits_of
+from planner.rules.cluster import same_placement
+from planner.rules.core import RULES, Case, Limits, Rule
+from planner.rules.schedule import chunks_of
+from profiles.errors import InputError
+
+FIELDS = ("tp", "cp", "cp_kind", "pp", "vpp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "zero", "order", "micro_batch", "schedule",
+          "recompute", "dispatcher", "offload", "stages", "sp", "capacity")  # fmt: skip
+SEARCHED_VPP = 8
+"""Chunks a rank that interleaved schedules are tried up to (a pipeline's bubble then is an eighth), unless vpp is pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    tp: int
+    cp: int
+    cp_kind: str
+    pp: int
+    dp: int
+    ep: int
+    etp: int
+
+    @property
+    def ring(self) -> int:
+        return _parts(self.cp_kind, self.cp)[0]
+
+    @property
+    def ulysses(self) -> int:
+        return _parts(self.cp_kind, self.cp)[1]
+
+    @property
+    def sp(self) -> bool:
+        return self.tp > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    micro_batch: int
+    schedule: str
+    vpp: int
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    dp_replicate: int
+    dp_shard: int
+    zero: int
+    order: str
+    dispatcher: str
+    offload: tuple[str, ...] = ()
+
+
+def _parts(kind: str, cp: int) -> tuple[int, int]:
+    if match := re.fullmatch(r"ring(\d+)xulysses(\d+)", kind):
+        return int(match[1]), int(match[2])
+    return (1, cp) if kind == "ulysses" else (cp, 1)
+
+
+class _Chosen:
+    """A layout of which only some fields are chosen, as rules see it."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    @property
+    def ring(self) -> int:
+        return _parts(self.cp_kind, self.cp)[0]
+
+    @property
+    def ulysses(self) -> int:
+        return _parts(self.cp_kind, self.cp)[1]
+
+
+# -- what the user wants fixed --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """``field op values``: =, <=, >= or !=."""
+
+    field: str
+    op: str
+    values: tuple[str, ...]
+
+    def allows(self, value: Any) -> bool:
+        shown = _text(value)
+        if self.op == "=":
+            return shown in self.values
+        if self.op == "!=":
+            return shown not in self.values
+        limit = int(self.values[0])
+        return int(value) <= limit if self.op == "<=" else int(value) >= limit
+
+    def __str__(self) -> str:
+        return f"{self.field}{self.op}{'|'.join(self.values)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(value)
+
+
+def read_wishes(text: str) -> tuple[Wish, ...]:
+    """``tp=8,pp<=4,schedule=1f1b|interleaved``. Raises InputError for a field that is no part of a layout."""
+    wishes = []
+    for part in re.split(r",(?![^(]*\))", text):
+        if not part.strip():
+            continue
+        match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|=)\s*(.+?)\s*", part)
+        if not match:
+            raise InputError("pin", part, "must read key=value, key<=value, key>=value or key!=value", "tp=8")
+        field, op, raw = match[1], match[2], match[3]
+        if field not in FIELDS:
+            import difflib
+
+            close = difflib.get_close_matches(field, FIELDS, 1)
+            raise InputError("pin", field, f"is no part of a layout; parts are {', '.join(FIELDS)}", close[0] if close else None)
+        values = (raw,) if field in ("stages", "recompute") else tuple(v.strip() for v in raw.split("|"))
+        if op in ("<=", ">=") and not values[0].isdecimal():
+            raise InputError("pin", part, "a limit is a whole number", f"{field}{op}8")
+        if op in ("=", "!=") and field not in ("stages",):
+            values = tuple(_text(Layout.read(f"{field}={v}")[field]) for v in values)
+        wishes.append(Wish(field, op, values))
+    return tuple(wishes)
+
+
+class Space:
+    """The declared space of a job: what its target can express, less what the user pinned away.
+
+    ``excluded``: each entry a conjunction of wishes; a layout that meets all of one is left out. ``offload``: whether host memory may
+    be used.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        pins: Sequence[Wish] = (),
+        excluded: Sequence[Sequence[Wish]] = (),
+        *,
+        offload: bool = False,
+        etp: bool = True,
+    ) -> None:
+        self.job, self.pins, self.excluded, self.offload = job, tuple(pins), tuple(tuple(e) for e in excluded), offload
+        self.limits: Limits = limits_of(job)
+        self._memo: dict[tuple[str, tuple[Any, ...]], bool] = {}
+        self._rules: dict[tuple[frozenset[str], frozenset[str]], list[Rule]] = {}
+        self._shards: dict[Prefix, tuple[Shard, ...]] = {}
+        self._counts: dict[tuple[Any, ...], int] = {}
+        self._batches: dict[tuple[int, int, int], tuple[Batch, ...]] = {}
+        self._allowed: dict[tuple[str, Any], bool] = {}
+
+    # -- asking the rules -------------------------------------------------------------------------------------------
+
+    def _legal(self, chosen: _Chosen, known: frozenset[str], new: frozenset[str]) -> bool:
+        """Whether no rule that reads one of the ``new`` fields, and only ``known`` ones, is broken."""
+        stage = (known, new)
+        rules = self._rules.get(stage)
+        if rules is None:
+            rules = [r for r in RULES.values() if r.reads <= known | new and r.reads & new]
+            self._rules[stage] = rules
+        values = chosen.__dict__
+        for rule in rules:
+            at = (rule.name, tuple(values[f] for f in sorted(rule.reads)))
+            good = self._memo.get(at)
+            if good is None:
+                good = not rule.breaks(Case(self.job, chosen, self.limits))
+                self._memo[at] = good
+            if not good:
+                return False
+        return True
+
+    def allowed(self, field: str, value: Any) -> bool:
+        """Whether pins and one-field exclusions allow ``field = value``."""
+        key = (field, value)
+        if key not in self._allowed:
+            one = [e[0] for e in self.excluded if len(e) == 1]
+            self._allowed[key] = all(w.allows(value) for w in self.pins if w.field == field) and not any(
+                w.allows(value) for w in one if w.field == field
+            )
+        return self._allowed[key]
+
+    def _excluded(self, values: Mapping[str, Any]) -> bool:
+        several = [e for e in self.excluded if len(e) > 1]
+        return any(all(w.field in values and w.allows(values[w.field]) for w in e) for e in several)
+
+    # -- prefixes ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def prefixes(self) -> tuple[Prefix, ...]:
+        """Every legal prefix that has at least one batch choice."""
+        return tuple(self._prefixes())
+
+    def _prefixes(self) -> Iterator[Prefix]:
+        world, model = self.job.cluster.gpus, self.job.model
+        experts = model.moe.experts if model.moe else 1
+        width = model.moe.width if model.moe else 1
+        known0: frozenset[str] = frozenset()
+        for tp in divisors(world):
+            if not self.allowed("tp", tp):
+                continue
+            chosen = _Chosen(tp=tp, sp=tp > 1 and self.limits.sequence_parallel)
+            step1 = frozenset(("tp", "sp"))
+            if not self._legal(chosen, known0, step1):
+                continue
+            for cp in divisors(world // tp):
+                if cp > self.job.seq_len or not self.allowed("cp", cp):
+                    continue
+                for kind in self._kinds(cp):
+                    chosen = _Chosen(tp=tp, sp=tp > 1 and self.limits.sequence_parallel, cp=cp, cp_kind=kind)
+                    step2 = frozenset(("cp", "cp_kind"))
+                    if not self._legal(chosen, step1, step2):
+                        continue
+                    for pp in divisors(world // (tp * cp)):
+                        if pp > model.num_layers + 2 or not self.allowed("pp", pp):
+                            continue
+                        dp = world // (tp * cp * pp)
+                        if self.job.global_batch % dp or not self.allowed("dp", dp):
+                            continue
+                        chosen = _Chosen(tp=tp, sp=tp > 1 and self.limits.sequence_parallel, cp=cp, cp_kind=kind, pp=pp, dp=dp)
+                        step3 = frozenset(("pp", "dp"))
+                        if not self._legal(chosen, step1 | step2, step3) or not self.batches(tp, cp, pp, dp):
+                            continue
+                        yield from self._experts(chosen, step1 | step2 | step3, experts, width)
+
+    def _experts(self, base: _Chosen, known: frozenset[str], experts: int, width: int) -> Iterator[Prefix]:
+        stage = base.tp * base.cp * base.dp
+        for ep in divisors(experts) if experts > 1 else [1]:
+            if stage % ep or not self.allowed("ep", ep):
+                continue
+            for etp in divisors(stage // ep) if experts > 1 else [1]:
+                if etp > base.tp or width % etp or not self.allowed("etp", etp):
+                    continue
+                chosen = _Chosen(**base.__dict__, ep=ep, etp=etp)
+                if self._legal(chosen, known, frozenset(("ep", "etp"))):
+                    yield Prefix(base.tp, base.cp, base.cp_kind, base.pp, base.dp, ep, etp)
+
+    def _kinds(self, cp: int) -> Iterator[str]:
+        if cp == 1:
+            yield "ring"
+            return
+        for kind in self.limits.cp_kinds:
+            names = [f"ring{r}xulysses{cp // r}" for r in divisors(cp)[1:-1]] if kind == "hybrid" else [kind]
+            for name in names:
+                if self.allowed("cp_kind", name):
+                    yield name
+
+    # -- completions ------------------------------------------------------------------------------------------------
+
+    def batches(self, tp: int, cp: int, pp: int, dp: int) -> tuple[Batch, ...]:
+        """Micro batch, schedule and vpp that go with pp and dp (cp matters to 8-bit token counts only)."""
+        key = (cp, pp, dp)
+        if key not in self._batches:
+            self._batches[key] = tuple(self._batch_choices(cp, pp, dp))
+        return self._batches[key]
+
+    def _batch_choices(self, cp: int, pp: int, dp: int) -> Iterator[Batch]:
+        known = frozenset(("cp", "pp", "dp"))
+        each = self.job.global_batch // dp
+        layers = self.job.model.num_layers
+        for micro in divisors(each):
+            if not self.allowed("micro_batch", micro):
+                continue
+            chosen = _Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro)
+            if not self._legal(chosen, known, frozenset(("micro_batch",))):
+                continue
+            for schedule in self.schedules(pp):
+                low, high = chunks_of(schedule)
+                most = layers if any(w.field == "vpp" for w in self.pins) else SEARCHED_VPP
+                top = 1 if pp == 1 else min(high or most, max(1, layers // pp))
+                for vpp in range(low if pp > 1 else 1, top + 1):
+                    if not self.allowed("vpp", vpp):
+                        continue
+                    chosen = _Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule, vpp=vpp)
+                    if self._legal(chosen, known | {"micro_batch"}, frozenset(("schedule", "vpp"))):
+                        yield Batch(micro, schedule, vpp, each // micro)
+
+    def schedules(self, pp: int) -> list[str]:
+        """Schedules tried at ``pp``; without a pipeline there is one, plain gradient accumulation."""
+        if pp == 1:
+            return ["1f1b"]
+        pinned = {v for w in self.pins if w.field == "schedule" and w.op == "=" for v in w.values}
+        return [s for s in self.limits.schedules if self.allowed("schedule", s) and (s not in self.limits.costed or s in pinned)]
+
+    def shards(self, prefix: Prefix) -> tuple[Shard, ...]:
+        """ZeRO, the split of dp, order, dispatcher and offload that go with a prefix."""
+        if prefix not in self._shards:
+            self._shards[prefix] = tuple(self._shard_choices(prefix))
+        return self._shards[prefix]
+
+    def _shard_choices(self, prefix: Prefix) -> Iterator[Shard]:
+        known = frozenset(("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp"))
+        base = {f: getattr(prefix, f) for f in ("tp", "cp", "cp_kind", "pp", "dp", "ep", "etp", "sp")}
+        new = frozenset(("dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload"))
+        for replicate, shard, zero in self._sharding(prefix):
+            if not (self.allowed("dp_replicate", replicate) and self.allowed("dp_shard", shard) and self.allowed("zero", zero)):
+                continue
+            for order in self._orders(prefix):
+                for dispatcher in self._dispatchers(prefix):
+                    for offload in self._offloads():
+                        chosen = _Chosen(
+                            **base,
+                            dp_replicate=replicate,
+                            dp_shard=shard,
+                            zero=zero,
+                            order=order,
+                            dispatcher=dispatcher,
+                            offload=offload,
+                        )
+                        if self._legal(chosen, known, new):
+                            yield Shard(replicate, shard, zero, order, dispatcher, offload)
+
+    def _sharding(self, prefix: Prefix) -> Iterator[tuple[int, int, int]]:
+        dp, cp = prefix.dp, prefix.cp
+        zeros = self.limits.zero
+        if 0 in zeros or dp * cp == 1:
+            yield dp, 1, 0
+        for shard in divisors(dp):
+            if shard * cp == 1:
+                continue
+            for zero in zeros:
+                if zero:
+                    yield dp // shard, shard, zero
+
+    def _orders(self, prefix: Prefix) -> Iterator[str]:
+        seen: list[str] = []
+        for order in self.limits.orders:
+            if self.allowed("order", order) and not any(same_placement(prefix, order, other) for other in seen):
+                seen.append(order)
+                yield order
+
+    def _dispatchers(self, prefix: Prefix) -> Sequence[str]:
+        if prefix.ep == 1:
+            return ["alltoall"]
+        return [d for d in self.limits.dispatchers if self.allowed("dispatcher", d)]
+
+    def _offloads(self) -> Sequence[tuple[str, ...]]:
+        options: list[tuple[str, ...]] = [()]
+        pinned = [w for w in self.pins if w.field == "offload"]
+        if self.offload or pinned:
+            options += [(w,) for w in self.limits.offload]
+            if len(self.limits.offload) > 1:
+                options.append(tuple(sorted(self.limits.offload, reverse=True)))
+        return [o for o in options if self.allowed("offload", o)]
+
+    def compatible(self, prefix: Prefix, batch: Batch, shard: Shard) -> bool:
+        """Whether no rule that reads both a batch and a shard field is broken, and no exclusion of several fields is met."""
+        values = self._values(prefix, batch, shard)
+        known = frozenset(values)
+        chosen = _Chosen(**values)
+        for rule in self._crossing:
+            if not rule.reads <= known:
+                continue
+            at = (rule.name, tuple(values[f] for f in sorted(rule.reads)))
+            if at not in self._memo:
+                self._memo[at] = not rule.breaks(Case(self.job, chosen, self.limits))
+            if not self._memo[at]:
+                return False
+        return not self._excluded(values)
+
+    @cached_property
+    def _crossing(self) -> list[Rule]:
+        batch, shard = {"micro_batch", "schedule", "vpp"}, {"dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload"}
+        return [r for r in RULES.values() if r.reads & batch and r.reads & shard and not r.reads & {"recompute", "stages"}]
+
+    def _values(self, prefix: Prefix, batch: Batch, shard: Shard) -> dict[str, Any]:
+        return {
+            "tp": prefix.tp, "sp": prefix.sp, "cp": prefix.cp, "cp_kind": prefix.cp_kind, "pp": prefix.pp, "dp": prefix.dp, "ep": prefix.ep,
+            "etp": prefix.etp, "micro_batch": batch.micro_batch, "schedule": batch.schedule, "vpp": batch.vpp, "dp_replicate": shard.dp_replicate,
+            "dp_shard": shard.dp_shard, "zero": shard.zero, "order": shard.order, "dispatcher": shard.dispatcher, "offload": shard.offload,
+        }  # fmt: skip
+
+    def columns_of(self, prefix: Prefix, batch: Batch) -> list[Shard]:
+        """The shard choices that complete a core."""
+        return [s for s in self.shards(prefix) if self.compatible(prefix, batch, s)]
+
+    def count(self, prefix: Prefix, batch: Batch) -> int:
+        """How many columns complete a core."""
+        if any(len(e) > 1 for e in self.excluded):
+            return len(self.columns_of(prefix, batch))
+        key = (prefix, batch.schedule)
+        if key not in self._counts:
+            self._counts[key] = len(self.columns_of(prefix, batch))
+        return self._counts[key]
+
+    def layout(self, prefix: Prefix, batch: Batch, shard: Shard, stages: tuple[int, ...] = (), recompute: str = "none") -> Layout:
+        """The column as a Layout, with a choice of stages and recompute."""
+        return Layout(
+            tp=prefix.tp, pp=prefix.pp, vpp=batch.vpp, cp=prefix.cp, cp_kind=prefix.cp_kind, ep=prefix.ep, etp=prefix.etp,
+            dp_replicate=shard.dp_replicate, dp_shard=shard.dp_shard, zero=shard.zero, order=shard.order, sp=prefix.sp,
+            micro_batch=batch.micro_batch, schedule=batch.schedule, recompute=recompute, stages=stages, dispatcher=shard.dispatcher,
+            offload=shard.offload,
+        )  # fmt: skip
