@@ -149,9 +149,9 @@ class Launcher(Protocol):
 
 TARGETS = {
     "axisplan": "planner.emit.axisplan_runtime",
-    "megatron": "planner.emit.megatron",
-    "megatron-bridge": "planner.emit.megatron_bridge",
-    "torchtitan": "planner.emit.torchtitan",
+    "megatron": "planner.emit.megatron.program",
+    "megatron-bridge": "planner.emit.megatron.bridge",
+    "torchtitan": "planner.emit.torchtitan.program",
     "deepspeed": "planner.emit.deepspeed",
     "accelerate": "planner.emit.accelerate",
 }
@@ -215,9 +215,9 @@ def refuse(target: str, reason: str) -> InputError:
 
 
 def nodes_of(plan: Plan) -> tuple[int, int]:
-    """Nodes and GPUs of each."""
+    """Hosts (operating systems, on each of which one torchrun starts) and GPUs of each."""
     cluster = plan.job().cluster
-    return cluster.nodes, cluster.gpus // cluster.nodes
+    return cluster.hosts, cluster.gpus // cluster.hosts
 
 
 def launch_script(plan: Plan, program: Program) -> str:
@@ -235,7 +235,7 @@ def launch_script(plan: Plan, program: Program) -> str:
         environment="\n".join(v.shell() for v in program.environment),
         torchrun=_torchrun(program.executable),
         rendezvous=_rendezvous(nodes),
-        words="\n".join(f"  {w.shell()}" for w in _words(program)),
+        words="\n".join("  " + " ".join(w.shell() for w in line) for line in lines(_words(program))),
     )
 
 
@@ -256,6 +256,17 @@ def _torchrun(executable: str) -> str:
 
 def _words(program: Program) -> tuple[Word, ...]:
     return (Word("--no-python"), Word(base="executable"), *program.words) if program.executable else program.words
+
+
+def lines(words: tuple[Word, ...]) -> list[list[Word]]:
+    """Words by line: a flag stands with its values, anything else alone."""
+    out: list[list[Word]] = []
+    for word in words:
+        if out and not word.base and not word.text.startswith("-") and out[-1][0].text.startswith("--"):
+            out[-1].append(word)
+        else:
+            out.append([word])
+    return out
 
 
 def _rendezvous(nodes: int) -> str:

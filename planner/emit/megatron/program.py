@@ -1,0 +1,77 @@
+"""Megatron-LM: ``pretrain_gpt.py`` of the user's checkout with the flags of a plan."""
+
+from __future__ import annotations
+
+from cost_models.job import Job
+from cost_models.layout import Layout
+from planner.emit import connections
+from planner.emit.core import EmitSettings, Need, Program, Variable, admit, from_environment
+from planner.emit.environment import shared
+from planner.emit.megatron.flags import Flags, number, switch, words
+from planner.emit.megatron.layout import layout_flags
+from planner.emit.megatron.model import model_flags
+from planner.plan import Plan
+
+CHECKOUT = Need("MEGATRON_PATH", "your checkout of Megatron-LM", "/opt/Megatron-LM")
+BACKENDS = {"unfused": "unfused", "triton": "flash", "fa2": "flash", "fa3": "flash", "cudnn": "fused"}
+
+
+def program(plan: Plan, settings: EmitSettings) -> Program:
+    """Raises InputError for a plan that Megatron-LM cannot run, with the reason."""
+    job, layout = admit(plan, "megatron")
+    flags = all_flags(job, layout, settings)
+    environment = (
+        Variable("PYTHONPATH", from_environment(CHECKOUT.name), "pretrain_gpt.py imports the checkout's own packages.", "prepend"),
+        *connections.megatron(connections.Streams.of(job, layout)),
+        *shared(plan, "megatron", cuda_graphs=job.execution.graphs != "none"),
+    )
+    return Program(
+        target="megatron",
+        words=(from_environment(CHECKOUT.name, "/pretrain_gpt.py"), *words(flags)),
+        environment=environment,
+        needs=(CHECKOUT,),
+        arguments=("--train-iters", str(settings.steps)),
+        notes=_notes(job, settings),
+    )
+
+
+def all_flags(job: Job, layout: Layout, settings: EmitSettings, target: str = "megatron") -> Flags:
+    """The whole command line behind the script's name."""
+    return model_flags(job, target) | layout_flags(job, layout, target) | training_flags(job, settings)
+
+
+def training_flags(job: Job, settings: EmitSettings) -> Flags:
+    """Data, optimizer and logging: what is not the planner's, and must be said all the same."""
+    execution = job.execution
+    flags: Flags = {
+        "--attention-backend": (BACKENDS[execution.attention],),
+        "--attention-dropout": ("0.1" if execution.attention_dropout else "0.0",),
+        "--hidden-dropout": ("0.1" if execution.hidden_dropout else "0.0",),
+    } | switch("--cross-entropy-loss-fusion") | {"--cross-entropy-fusion-impl": ("native",)}  # fmt: skip
+    tokenizer = settings.options.get("tokenizer")
+    if tokenizer:
+        flags |= {"--tokenizer-type": ("HuggingFaceTokenizer",), "--tokenizer-model": (tokenizer,)}
+    else:
+        flags["--tokenizer-type"] = ("NullTokenizer",)
+    flags["--vocab-size"] = (str(job.model.vocab),)
+    flags |= {"--data-path": settings.data} if settings.data else switch("--mock-data")
+    return flags | {
+        "--train-iters": (str(settings.steps),),
+        "--lr": (number(settings.learning_rate),),
+        "--lr-decay-style": ("cosine",),
+        "--weight-decay": ("0.1",),
+        "--adam-beta2": ("0.95",),
+        "--clip-grad": ("1.0",),
+        "--eval-iters": ("0",),
+        "--log-interval": ("1",),
+        "--seed": ("1234",),
+    } | switch("--log-throughput")
+
+
+def _notes(job: Job, settings: EmitSettings) -> tuple[str, ...]:
+    notes = []
+    if not settings.data:
+        notes.append("Trains on made-up tokens (--mock-data); for real data emit again with --data PREFIX and --set tokenizer=NAME.")
+    if job.model.notes:
+        notes.append(f"Of the model: {'; '.join(job.model.notes)}")
+    return tuple(notes)

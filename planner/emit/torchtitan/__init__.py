@@ -1,0 +1,1 @@
+"""TorchTitan: a Python function that returns its Trainer.Config, and the way back."""

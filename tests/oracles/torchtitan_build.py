@@ -1,0 +1,156 @@
+"""TorchTitan's own ConfigManager and Trainer, fed with emitted configurations: runs in a venv of its own (docs/emit.md).
+
+Reads JSON lines {"world", "rank", "files": {name: text}, "build"} and answers one JSON line each: {"ok": true, "dims", "parameters"} or
+{"ok": false, "stage", "error"}. Each case is a process of its own forked from this one, which has everything imported: torch's
+process groups cannot be made twice with other sizes. No GPU: the device is the CPU, groups are torch's fake ones, Triton is a stand-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import io
+import json
+import os
+import sys
+import tempfile
+import traceback
+import types
+import typing
+import warnings
+from unittest.mock import MagicMock
+
+warnings.filterwarnings("ignore")
+
+
+class FakeTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Any module named triton: decorators are identities, classes take anything."""
+
+    class Module(types.ModuleType):
+        def __getattr__(self, name: str) -> typing.Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            if name == "jit":
+                return lambda function=None, **_: function if function is not None else (lambda f: f)
+            if name in ("autotune", "heuristics"):
+                return lambda *_, **__: lambda f: f
+            if name[:1].isupper():
+                return type(name, (), {"__init__": lambda self, *a, **k: None})
+            return MagicMock(name=name)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = self.Module(spec.name)
+        module.__version__ = "3.7.0"
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def prepare() -> None:
+    """Torch asks for Triton first (it must find none); then the stand-in, and the CPU as the device."""
+    import torch
+    import torch._dynamo
+    import torch._inductor.runtime.hints
+    import torch._inductor.runtime.triton_compat
+    import torch._utils
+    import torch.utils._triton as probes
+
+    probes.has_triton_package()
+    probes.has_triton()
+    sys.meta_path.append(FakeTriton())
+    torch._utils._get_available_device_type = lambda: "cpu"
+    cpu = torch.cpu
+    for name, value in {"set_device": None, "get_device_name": "CPU", "reset_peak_memory_stats": None, "empty_cache": None, "memory_stats": {}, "current_device": 0}.items():
+        setattr(cpu, name, lambda *_, value=value, **__: value)
+    cpu.get_device_properties = lambda *_, **__: types.SimpleNamespace(total_memory=16 << 30, name="CPU")
+    if not hasattr(cpu, "memory"):
+        cpu.memory = types.SimpleNamespace(_record_memory_history=lambda *_, **__: None)
+
+
+prepare()
+import torch  # noqa: E402
+import torchtitan.hf_datasets.text_datasets  # noqa: E402
+import torchtitan.trainer  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+
+for module in ("llama3", "qwen3", "deepseek_v3", "gpt_oss"):
+    importlib.import_module(f"torchtitan.models.{module}")
+
+
+class NoData:
+    """A data loader and a tokenizer that hold nothing: only the model is built."""
+
+    def __getattr__(self, name: str) -> typing.Any:
+        return lambda *_, **__: None
+
+
+def answer(case: dict[str, typing.Any]) -> dict[str, typing.Any]:
+    stage, said = "parse", io.StringIO()
+    os.environ.update({"WORLD_SIZE": str(case["world"]), "RANK": str(case["rank"]), "LOCAL_RANK": "0", "NGPU": str(case["world"])})
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            for name, text in case["files"].items():
+                with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+                    file.write(text)
+            sys.path.insert(0, folder)
+            arguments = ["--module", "axisplan_config", "--config", "train", "--comm.mode=fake_backend", *case.get("arguments", [])]
+            config = ConfigManager().parse_args(arguments)
+            stage = "dims"
+            dims = ParallelDims.from_config(config.parallelism, case["world"])
+            out: dict[str, typing.Any] = {
+                "ok": True, "dims": {k: getattr(dims, k) for k in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")},
+            }  # fmt: skip
+            if case.get("build"):
+                stage = "build"
+                out["parameters"] = build(config)
+        return out
+    except SystemExit:
+        return {"ok": False, "stage": stage, "error": " ".join(said.getvalue().replace("│", "").split())[:600]}
+    except BaseException as error:
+        if os.environ.get("AXISPLAN_ORACLE_TRACE"):
+            traceback.print_exc()
+        return {"ok": False, "stage": stage, "error": f"{type(error).__name__}: {error}"[:600]}
+
+
+def build(config: typing.Any) -> dict[str, int]:
+    """Parameters of this rank: as they are before sharding over data parallelism is known, and the local shards."""
+    for kind in (type(config.dataloader), type(config.tokenizer)):
+        kind.build = lambda self, *_, **__: NoData()
+    trainer = config.build()
+    parameters = [p for part in trainer.model_parts for p in part.parameters()]
+    return {
+        "whole": sum(p.numel() for p in parameters),
+        "local": sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters),
+    }
+
+
+def main() -> None:
+    """One answer a line, in order. ``ready`` comes first."""
+    reply = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    print(json.dumps({"ready": True}), file=reply)
+    for line in sys.stdin:
+        case = json.loads(line)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            torch.set_num_threads(1)
+            os.write(writing, json.dumps(answer(case)).encode())
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            text = pipe.read().decode()
+        os.waitpid(child, 0)
+        print(text or json.dumps({"ok": False, "stage": "process", "error": "the process ended"}), file=reply)
+
+
+main()
