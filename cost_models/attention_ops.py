@@ -116,8 +116,17 @@ def attention_operations(local: Local, mixer: Attention, *, entry: Entry, post_n
         b.keep("gated_output", tokens * output_width * local.bytes, weight=True)
     b.linear_input("projection_input", tokens * output_width, kept=True)
     b.linear("projection", tokens, h, output_width)
-    gradients = tokens * (output_width + query_width + kv_width + value_width) * local.bytes
-    gradients = gradients + _score_transient(b, heads) + _ring_transient(b, kv, mixer.head_dim, mixer.value_width)
+    size = tokens * local.bytes
+    core = size * (output_width + query_width + kv_width + value_width)
+    core = core + _score_transient(b, heads) + _ring_transient(b, heads, kv, mixer.head_dim, mixer.value_width)
+    products = 1 if execution.fused_qkv else 3
+    gradients = b.backward_peak(
+        (size * (query_width + kv_width + value_width), h * (columns if execution.fused_qkv else query_width)),
+        core,
+        (size * output_width, h * output_width),
+        products=products,
+        free=size * (query_width + kv_width + value_width + output_width),
+    )
     return b.residual("attention", post_norm=post_norm, transient=gradients, reduce=leave)
 
 
@@ -149,8 +158,13 @@ def latent_attention_operations(local: Local, mixer: LatentAttention, *, entry: 
     _attend(b, heads, heads, mixer.head_dim, mixer.value_dim, mixer.window, None)
     b.linear_input("projection_input", tokens * heads * mixer.value_dim, kept=True)
     b.linear("projection", tokens, h, heads * mixer.value_dim)
-    gradients = tokens * heads * (2 * mixer.value_dim + 2 * mixer.head_dim) * local.bytes
-    gradients = gradients + _score_transient(b, heads) + _ring_transient(b, heads, mixer.head_dim, mixer.value_dim)
+    size = tokens * heads * local.bytes
+    inner = size * (2 * mixer.head_dim + mixer.value_dim)
+    core = inner + size * mixer.value_dim + _score_transient(b, heads)
+    core = core + _ring_transient(b, heads, heads, mixer.head_dim, mixer.value_dim)
+    output = heads * mixer.value_dim
+    last = (size * mixer.value_dim, h * output)
+    gradients = b.backward_peak((inner, 0), core, last, products=0, free=inner + size * mixer.value_dim)
     return b.residual("attention", post_norm=post_norm, transient=gradients)
 
 
@@ -217,12 +231,16 @@ def _score_transient(b: Builder, heads: Number) -> Number:
     return execution.score_bytes * degrees.micro_batch * (heads // degrees.ulysses) * queries * keys
 
 
-def _ring_transient(b: Builder, kv: Number, qk_dim: int, v_dim: int) -> Number:
-    """Blocks of K and V that a ring holds beside its own, with their gradients in backward."""
-    local, degrees = b.local, b.local.degrees
+def _ring_transient(b: Builder, heads: Number, kv: Number, qk_dim: int, v_dim: int) -> Number:
+    """Blocks of K and V that a ring holds beside its own (``ring_buffers``), two of their gradients, and what a wide sum of the
+    query's gradient takes; or the gathered K and V with their gradients."""
+    local, degrees, execution = b.local, b.local.degrees, b.local.execution
     block = local.tokens * maximum(kv, degrees.ulysses) * (qk_dim + v_dim) * local.bytes
-    alive = (2 * degrees.ring) if degrees.cp_kind == "allgather" else local.execution.ring_buffers * 2
-    return where(degrees.ring > 1, alive * block, 0)
+    if degrees.cp_kind == "allgather":
+        return where(degrees.ring > 1, 2 * degrees.ring * block, 0)
+    wide = execution.ring_gradient_bytes / 2
+    query = local.tokens * heads * qk_dim * local.bytes * (wide - 1)
+    return where(degrees.ring > 1, (execution.ring_buffers + 2 * wide) * block + query, 0)
 
 
 def _unfused(b: Builder, batch: Number, heads: Number, queries: Number, qk_dim: int, v_dim: int) -> None:

@@ -66,7 +66,7 @@ class Saved:
 class LayerCost:
     """A layer (or embedding, or head) on one rank for one microbatch: operations in the order they run, and what is kept.
 
-    ``transient`` is the most bytes alive inside the layer beyond kept tensors, in forward or backward.
+    ``transient`` is the most bytes alive in its backward beyond ``saved``, all of which exists when the backward begins.
     """
 
     forward: tuple[Operation, ...] = ()
@@ -97,14 +97,14 @@ class LayerCost:
         return self.forward + self.backward_input + self.backward_weight
 
     def __add__(self, other: LayerCost) -> LayerCost:
-        """One after the other (``other`` runs later in forward, earlier in backward)."""
+        """One after the other (``other`` runs later in forward, earlier in backward, and is free when this one's begins)."""
         return LayerCost(
             self.forward + other.forward,
             other.backward_input + self.backward_input,
             other.backward_weight + self.backward_weight,
             self.saved + other.saved,
             self.input_bytes,
-            maximum(self.transient, other.transient),
+            maximum(self.transient - other.saved_bytes, other.transient),
         )
 
 
@@ -310,6 +310,28 @@ class Builder:
             self.linear_input(f"{block}_input", (local.split_tokens if gathered is None else gathered) * width, kept=False)
         if parallel:
             self.enter_tensor_parallel(f"{block}_in", local.tokens * width)
+
+    def backward_peak(
+        self, entering: tuple[Number, Number], core: Number, leaving: tuple[Number, Number], *, products: int, free: Number
+    ) -> Number:
+        """The most bytes of gradients alive in a block's backward, beyond what it saved, the residual stream's apart.
+
+        Three moments: the last linear layer's (``leaving``: bytes of its input, elements of its weight), with its output's gradient
+        gathered under SP; the ``core``'s; the first linear layers' (``entering``: bytes of their outputs, elements of the largest
+        weight) with the gradients of their input from up to two of ``products``, when ``free`` bytes of the saved are gone.
+        """
+        local = self.local
+        whole = local.tokens * local.model.hidden * local.bytes
+        gathered = where(local.sp > 1, whole, 0)
+        last = gathered + leaving[0] + self.weight_gradient(leaving[1])
+        first = entering[0] - free + min(products, 2) * whole + self.weight_gradient(entering[1])
+        return maximum(maximum(last, core), first)
+
+    def weight_gradient(self, elements: Number) -> Number:
+        """Bytes of a fresh weight gradient; none where the product accumulates (or has its lasting dummy)."""
+        execution = self.local.execution
+        each = 0.0 if execution.dummy_weight_gradients else execution.weight_gradient_bytes
+        return each * self.local.bytes / 2 * elements
 
     def residual(self, block: str, *, post_norm: bool, transient: Number, reduce: bool = True) -> LayerCost:
         """End of a block: out of the TP region (``reduce``), an optional norm behind the block, dropout, the residual addition.

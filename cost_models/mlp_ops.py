@@ -13,7 +13,12 @@ def mlp_operations(local: Local, ffn: Mlp, *, entry: Entry, post_norm: bool) -> 
     b.entry("mlp", entry)
     width = ffn.width // local.degrees.tp
     projections(b, "mlp", local.tokens, local.model.hidden, width, gated=ffn.gated)
-    gradients = activation_gradients(local, local.tokens, width, gated=ffn.gated)
+    inner, h = local.tokens * width * local.bytes, local.model.hidden
+    up = 2 if ffn.gated else 1
+    core = activation_gradients(local, local.tokens, width, gated=ffn.gated)
+    pieces = 1 if local.execution.fused_gate_up else up
+    weight = width * h
+    gradients = b.backward_peak((up * inner, weight * up // pieces), core, (inner, weight), products=pieces, free=(up + 1) * inner)
     return b.residual("mlp", post_norm=post_norm, transient=gradients)
 
 

@@ -85,9 +85,30 @@ def moe_operations(local: Local, ffn: Moe, *, entry: Entry, post_norm: bool) -> 
     _exchange(b, ffn, factor, "combine")
     b.pointwise("unpermute", permute, permute, 2 if execution.permute_fusion else 5)
     b.collective("forward", "all_gather", "tp", whole, "moe_all")
-    gradients = maximum(rows * (h + width) * size, activation_gradients(local, rows, width, gated=ffn.gated))
-    buffers = execution.moe_buffers * rows * h * size
-    return b.residual("moe", post_norm=post_norm, transient=gradients + buffers, reduce=False)
+    gradients = _backward_peak(b, ffn, rows, width, sent * size)
+    return b.residual("moe", post_norm=post_norm, transient=gradients, reduce=False)
+
+
+def _backward_peak(b: Builder, ffn: Moe, rows: Number, width: Number, sent: Number) -> Number:
+    """The most bytes of gradients alive in the backward beyond what was saved: weighing the results (the gradient of ``sent`` bytes and
+    copies of it), bringing them to the experts, the experts' last, middle and first layer. Kept results are free after the first.
+    """
+    local, execution, h = b.local, b.local.execution, b.local.model.hidden
+    size = local.bytes
+    free = 0 if execution.expert_weight_on_input else sent
+    up = 2 if ffn.gated else 1
+    pieces = 1 if execution.fused_gate_up else up
+    matrix = maximum(ffn.experts // local.degrees.ep, 1) * h * width
+    weigh = (1 + execution.moe_buffers) * sent
+    normed = 0 if _input_kept(b, ffn) else local.split_tokens * h * size
+    bring = (1 + execution.moe_buffers) * rows * h * size - free + normed
+    last = rows * (h + width) * size + b.weight_gradient(matrix) - free
+    middle = activation_gradients(local, rows, width, gated=ffn.gated) - free
+    first = (pieces * rows * h - rows * width) * size + b.weight_gradient(matrix * up // pieces) - free
+    beside = 0
+    if ffn.shared_width:  # its backward comes first: its saved tensors are free, its input's gradient waits
+        beside = local.split_tokens * h * size - sum(s.bytes for s in b.saved if s.name in ("shared_hidden", "shared_product"))
+    return maximum(maximum(weigh, bring), maximum(maximum(last, middle), first)) + beside
 
 
 def own_tokens(local: Local) -> Number:
@@ -98,13 +119,17 @@ def own_tokens(local: Local) -> Number:
 def _entry(b: Builder, ffn: Moe, entry: Entry) -> None:
     """The norm before the router. Its output is kept for the router, unless that runs on an fp32 copy, and for shared experts,
     unless they keep it gathered."""
-    local, execution = b.local, b.local.execution
-    gathered = execution.keeps_gathered_input and ffn.shared_width > 0
-    needed = not execution.router_fp32 or (ffn.shared_width > 0 and not gathered) or ffn.shared_gate
+    local = b.local
     if entry == "norm":
-        b.norm("moe_norm", local.split_tokens, local.model.hidden, output=needed)
-    elif needed:
+        b.norm("moe_norm", local.split_tokens, local.model.hidden, output=_input_kept(b, ffn))
+    elif _input_kept(b, ffn):
         b.linear_input("moe_input", local.split_tokens * local.model.hidden, kept=False)
+
+
+def _input_kept(b: Builder, ffn: Moe) -> bool:
+    execution = b.local.execution
+    by_shared = ffn.shared_width > 0 and not execution.keeps_gathered_input
+    return not execution.router_fp32 or by_shared or ffn.shared_gate
 
 
 def _router(b: Builder, ffn: Moe, mine: Number) -> None:
