@@ -181,27 +181,25 @@ class Plan(Record):
         try:
             plan = cls.model_validate(data)
             plan.layout_object  # noqa: B018 - reads it
-            job = plan.job()
+            plan.job()
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(p) for p in first["loc"])
             raise InputError(f"plan.{field}", where, first["msg"]) from None
         except (TypeError, KeyError) as error:
             raise InputError("plan", where, f"does not describe a job: {error}") from None
-        for name, found in hashes(job).items():
-            if plan.inputs.get(name) != found:
-                raise InputError(
-                    f"plan.inputs.{name}",
-                    where,
-                    f"does not match the {name} in the plan: it was altered after planning; plan again",
-                )
+        stored = {"model": data["model"], "cluster": data["cluster"], "execution": data["execution"], "job": data["job_settings"]}
+        for name, record in stored.items():
+            if plan.inputs.get(name) != digest(record):
+                line = f"does not match the {name} in the plan: it was altered after planning; plan again"
+                raise InputError(f"plan.inputs.{name}", where, line)
         return plan
 
     def require_same(self, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> None:
         """Raise InputError when the plan was made for another model or cluster."""
-        if model is not None and digest(model_dump(model)) != self.inputs["model"]:
+        if model is not None and model != load_model_dump(self.model):
             raise InputError("model", model.name, f"is not the model this plan was made for ({self.model['name']}); plan again")
-        if cluster is not None and digest(cluster_dump(cluster)) != self.inputs["cluster"]:
+        if cluster is not None and cluster_dump(cluster) != cluster_dump(load_cluster_dump(self.cluster)):
             raise InputError(
                 "cluster", cluster.name, f"is not the cluster this plan was made for ({self.cluster['name']}); plan again"
             )
