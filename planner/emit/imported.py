@@ -1,0 +1,64 @@
+"""The way back: a configuration that a user already runs, read into a layout. Nothing that is read is ever executed."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cost_models.layout import Layout
+from planner.emit.core import named
+from profiles.errors import InputError
+
+READERS = {
+    "megatron": "planner.emit.megatron.reading",
+    "torchtitan": "planner.emit.torchtitan.reading",
+    "deepspeed": "planner.emit.deepspeed_reading",
+    "accelerate": "planner.emit.accelerate_reading",
+}
+"""Modules with ``read(text, where, world) -> Imported``."""
+LARGEST = 4 * 2**20
+"""Bytes of the largest file that is looked at."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What a configuration says. ``job``: seq_len, global_batch, precision, optimizer where it says so; ``model``: facts of the model's
+    shape (layers, hidden, heads, experts, ... or a name); ``notes``: what was not understood, or taken from a default."""
+
+    execution: str
+    layout: Layout
+    job: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of ``axisplan import --json``."""
+        return {
+            "execution": self.execution, "layout": self.layout.text(), "world": self.layout.world, "job": self.job, "model": self.model,
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def read_configuration(source: str, path: Path, world: int | None = None) -> Imported:
+    """Read ``path`` as a configuration of ``source``; ``world``: GPUs, where the file does not say.
+
+    Raises InputError for a file that cannot be read, or a value that cannot be understood.
+    """
+    module: Any = importlib.import_module(named("--from", source, READERS))
+    try:
+        if path.stat().st_size > LARGEST:
+            raise InputError("FILE", path, f"is larger than {LARGEST // 2**20} MiB; that is no configuration")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("FILE", path, f"cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
+    found: Imported = module.read(text, str(path), world)
+    return found
+
+
+def fill_world(values: dict[str, Any], world: int | None, where: str) -> Layout:
+    """The layout of the degrees read; data parallelism fills ``world``. Raises InputError where the world is not known or not filled."""
+    if world is None and not {"dp_shard", "dp_replicate"} <= set(values):
+        raise InputError("--gpus", where, "the file does not say on how many GPUs it runs; say it with --gpus N")
+    return Layout.derive(values, world)
