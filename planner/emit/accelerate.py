@@ -19,8 +19,23 @@ from planner.plan import Plan
 
 REASONS = {
     "ACCELERATE_MIXED_PRECISION": "Compute in this dtype; parameters and optimizer states stay in fp32.",
-    "ACCELERATE_USE_FSDP": "FSDP2 with the choices that follow, as `accelerate launch` would set them from accelerate.yaml.",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "The degrees of the mesh, outermost first: dp_replicate, dp_shard, cp, tp.",
+    "ACCELERATE_USE_CPU": "The plan's cluster is CPUs.",
+    "ACCELERATE_FP8_BACKEND": "torchao, the one that goes with FSDP2.",
+    "ACCELERATE_USE_FSDP": "FSDP with the choices that follow, as `accelerate launch` would set them from accelerate.yaml.",
+    "FSDP_VERSION": "Version 2: Accelerate's degrees (TP, CP, HSDP) go with no other.",
+    "FSDP_AUTO_WRAP_POLICY": "A unit a layer, as the plan's memory counts them.",
+    "FSDP_RESHARD_AFTER_FORWARD": "true: ZeRO 3, parameters are gathered again for backward; false: ZeRO 2.",
+    "FSDP_STATE_DICT_TYPE": "Checkpoints in shards.",
+    "FSDP_OFFLOAD_PARAMS": "Whether parameters and optimizer states live in host memory.",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "The model is made from its configuration; there is nothing to load.",
+    "FSDP_ACTIVATION_CHECKPOINTING": "The plan's recompute: full, or none.",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "The degrees of the mesh that follow, outermost first: dp_replicate, dp_shard, cp, tp.",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "Replicas of the shards.",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "Ranks that FSDP shards over, beside cp's.",
+    "PARALLELISM_CONFIG_TP_SIZE": "Tensor parallelism, innermost.",
+    "PARALLELISM_CONFIG_CP_SIZE": "Context parallelism.",
+    "PARALLELISM_CONFIG_CP_BACKEND": "PyTorch's context parallelism, the only one beside FSDP2.",
+    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall passes K and V round a ring, allgather gathers them at once.",
 }
 
 
@@ -36,10 +51,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
     notes = [*transformers_trainer.NOTES, "`accelerate launch --config_file accelerate.yaml train.py` starts the same job."]
     if layout.tp > 1:
         notes.append("With TP, transformers loads the shards from weights: MODEL must hold them, not only a configuration.")
-    variables = [
-        Variable(name, value, REASONS[name]) if name in REASONS else Variable(name, value, "")
-        for name, value in exported(document).items()
-    ]
+    variables = [Variable(name, value, REASONS[name]) for name, value in exported(document).items()]
     return Program(
         target="accelerate",
         words=transformers_trainer.words(),
@@ -56,6 +68,8 @@ def config(job: Job, layout: Layout) -> dict[str, Any]:
         raise refuse("accelerate", f"its script makes adamw and sgd, not {job.optimizer}")
     cpu = job.cluster.gpu.name.startswith("cpu")
     sharded = layout.zero > 0 and layout.dp_shard * layout.cp > 1
+    if sharded and cpu:
+        raise refuse("accelerate", "on CPUs it has neither FSDP nor its degrees, only plain data parallelism (zero=0)")
     made: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if sharded else "MULTI_CPU" if cpu else "MULTI_GPU",

@@ -117,7 +117,11 @@ def pytorch_job(plan: Plan, program: Program, name: str, options: dict[str, str]
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
         "metadata": _metadata(name, options),
-        "spec": {"nprocPerNode": str(per_node), "pytorchReplicaSpecs": specs},
+        "spec": {
+            "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 0},
+            "nprocPerNode": str(per_node),
+            "pytorchReplicaSpecs": specs,
+        },
     }
 
 

@@ -186,6 +186,7 @@ def row_of(plan: Plan, measured: Measured, *, identity: str, source: str, note: 
     tokens = job.tokens / measured.seconds / layout.world
     framework = str(plan.execution.get("name", "axisplan"))
     notes = [note] if note else []
+    trusted = "no" if "blocking" in measured.form else "yes"
     notes.append(f"median of {measured.counted} steps of a {measured.form} log after {measured.skipped}; axisplan {__version__}")
     if layout.stages or layout.dispatcher != "alltoall" or layout.offload or layout.dp_replicate > 1 < layout.dp_shard:
         notes.append(f"layout {layout.text()}")
@@ -199,7 +200,7 @@ def row_of(plan: Plan, measured: Measured, *, identity: str, source: str, note: 
         "measured_tokens_per_s_per_gpu": f"{tokens:.6g}", "measured_peak_mem_GiB": f"{measured.memory / GIB:.4g}" if measured.memory else "",
         "notes": "; ".join(notes), "params_B": f"{job.model.parameters.total / 1e9:.4g}",
         "active_params_B": f"{job.model.parameters.active / 1e9:.4g}", "derived_step_s": f"{measured.seconds:.6g}",
-        "derived_tokens_per_s_per_gpu": f"{tokens:.6g}", "time_ok": "no" if "blocking" in measured.form else "yes", "time_basis": "log", "step_quality": "printed",
+        "derived_tokens_per_s_per_gpu": f"{tokens:.6g}", "time_ok": trusted, "time_basis": "log", "step_quality": "printed",
         "mem_counter": measured.counter, "info_grade": "A",
     }  # fmt: skip
     return {column: str(values.get(column, "")) for column in COLUMNS}

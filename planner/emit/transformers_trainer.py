@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 from planner.emit.core import EmitSettings, Need, Word, in_folder
+from planner.emit.options import plain_name
 from planner.plan import Plan
 
 DTYPES = {"fp32": "float32", "fp16": "float16"}
@@ -40,7 +41,7 @@ def settings_file(plan: Plan, settings: EmitSettings) -> str:
 def needs(plan: Plan) -> tuple[Need, ...]:
     """The model in Hugging Face's form: a plan holds shapes only."""
     what = f"the Hugging Face name or folder of {plan.model['name']}"
-    return (Need("MODEL", what, "meta-llama/Llama-3.1-8B"),)
+    return (Need("MODEL", what, f"/models/{plain_name(str(plan.model['name']))}"),)
 
 
 def words() -> tuple[Word, ...]:
