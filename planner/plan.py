@@ -127,7 +127,7 @@ class Plan(Record):
             load_model_dump(self.model),
             load_cluster_dump(self.cluster),
             load_execution_dump(self.execution),
-            **self.job_settings.model_dump(),
+            **{k: _tuples(v) for k, v in self.job_settings.model_dump().items()},
         )
 
     @property
@@ -252,7 +252,12 @@ def load_execution_dump(data: dict[str, Any]) -> Execution:
     unknown = set(data) - known
     if unknown:
         raise KeyError(f"unknown execution facts {sorted(unknown)}")
-    return Execution(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    return Execution(**{k: _tuples(v) for k, v in data.items()})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were, at every depth."""
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def job_record(job: Job) -> JobRecord:
