@@ -125,7 +125,7 @@ def test_grouped_products_depend_on_the_tokens_of_an_expert() -> None:
 def test_the_launch_floor_grows_with_tp_as_vtrain_measured() -> None:
     execution = Execution(host_layer_seconds=1e-3)
     assert [float(host_seconds(H100, execution, tp)) for tp in JITTER] == pytest.approx([1e-3 * f for f in JITTER.values()])
-    assert jitter(np.array([1, 2, 4, 8, 16])) == pytest.approx([1.0, 1.1, 1.05, 1.5, 1.5])
+    assert jitter(np.array([1, 2, 4, 8, 16])) == pytest.approx([1.0, 1.1, 1.07, 1.5, 1.5])
 
 
 def test_cuda_graphs_remove_the_launch_floor() -> None:
