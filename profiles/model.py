@@ -207,6 +207,25 @@ class Layer(Spec):
         return tuple(m for m in (self.mixer, self.beside) if m is not None)
 
 
+class RopeScaling(Spec):
+    """Rotary frequencies made longer: ``linear``, ``llama3`` (Llama 3.1), ``yarn`` (arXiv:2309.00071), in transformers' terms."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float = Field(gt=0)
+    original: int = 0
+    """Positions the unscaled model was made for."""
+    low: float = 1.0
+    high: float = 4.0
+    """llama3: wavelengths above original / low are divided by factor, those below original / high are kept."""
+    fast: float = 32.0
+    slow: float = 1.0
+    """yarn: rotations over ``original`` positions above which a frequency is kept, below which it is divided."""
+    attention: float = 1.0
+    """What cos and sin are multiplied by."""
+    latent_attention: float = 1.0
+    """What MLA's softmax scale is multiplied by."""
+
+
 class ModelSpec(Spec):
     """What is trained. ``pattern[i]`` is the index in ``kinds`` of layer i."""
 
@@ -239,6 +258,7 @@ class ModelSpec(Spec):
     rope_theta: float = 10000.0
     rope_fraction: float = 1.0
     """Share of head_dim that rotates (partial rotary)."""
+    rope_scaling: RopeScaling | None = None
     notes: tuple[str, ...] = ()
     """What the reader of the config had to say: text part taken, approximations."""
 

@@ -5,6 +5,7 @@ Saved for backward: the block's gathered input (by the projections), q, k, v aft
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,21 +83,39 @@ class Rotary:
     share. Else halves turn together (Llama).
     """
 
-    def __init__(self, width: int, theta: float, fraction: float = 1.0, pairs: bool = False) -> None:
+    def __init__(self, width: int, model: ModelSpec, fraction: float = 1.0, pairs: bool = False) -> None:
         self.rotated = int(width * fraction) // 2 * 2
-        self.theta, self.pairs = theta, pairs
+        self.theta, self.scaling, self.pairs = model.rope_theta, model.rope_scaling, pairs
         self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def frequencies(self) -> Tensor:
-        powers = torch.arange(0, self.rotated, 2, dtype=torch.float64) / self.rotated
-        return 1.0 / self.theta**powers
+        """Radians a position of each pair, scaled as the model says (fp64)."""
+        plain = self.theta ** -(torch.arange(0, self.rotated, 2, dtype=torch.float64) / self.rotated)
+        scaling = self.scaling
+        if scaling is None:
+            return plain
+        if scaling.kind == "linear":
+            return plain / scaling.factor
+        turns = scaling.original * plain / (2 * math.pi)
+        if scaling.kind == "llama3":
+            kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        else:
+            low, high = (self._place(scaling.original, rotations) for rotations in (scaling.fast, scaling.slow))
+            first, last = max(math.floor(low), 0), min(math.ceil(high), self.rotated - 1)
+            kept = 1 - ((torch.arange(len(plain), dtype=torch.float64) - first) / (last - first or 0.001)).clamp(0, 1)
+        return plain * kept + plain / scaling.factor * (1 - kept)
+
+    def _place(self, positions: int, rotations: float) -> float:
+        """The pair that turns ``rotations`` times over ``positions``."""
+        return self.rotated * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
     def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Rotate the first ``rotated`` of the head width of [s, b, heads, width]."""
         key = (tokens.spans, x.dtype, x.device)
         if key not in self._made:
             angles = tokens.positions(x.device).to(torch.float64)[:, None, None, None] * self.frequencies().to(x.device)
-            self._made[key] = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+            size = 1.0 if self.scaling is None else self.scaling.attention
+            self._made[key] = ((angles.cos() * size).to(x.dtype), (angles.sin() * size).to(x.dtype))
         return _Rotate.apply(x, *self._made[key], self.pairs)
 
 
@@ -122,7 +141,7 @@ class SelfAttention(nn.Module):
             every = {"copies": tp.size, "partial": ("tp",) if tp.size > 1 else ()}
             self.q_norm = Norm(model.norm, _vector(width, every), model.norm_eps, False, True, dtype, device)
             self.k_norm = Norm(model.norm, _vector(width, every), model.norm_eps, False, True, dtype, device)
-        self.rotary = Rotary(width, model.rope_theta, model.rope_fraction) if spec.rotary and not model.learned_positions else None
+        self.rotary = Rotary(width, model, model.rope_fraction) if spec.rotary and not model.learned_positions else None
         self.rule = (spec.window or 0, spec.chunk or 0, width**-0.5)
 
     def _key_values(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Linear:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -118,16 +119,22 @@ class Dispatcher:
         counts = torch.bincount(expert, minlength=self.experts)[: self.experts]
         arriving = all_to_all(counts, self.ep).view(self.ep.size, self.local)
         everyone = all_gather(arriving.unsqueeze(0).contiguous(), self.etp)  # [etp, ep, local]
-        sizes = torch.cat((counts.view(self.ep.size, self.local).sum(1), everyone.flatten())).tolist()
-        sent, blocks = sizes[: self.ep.size], torch.tensor(sizes[self.ep.size :]).view(self.etp.size, self.ep.size, self.local)
+        sizes = self.read(torch.cat((counts.view(self.ep.size, self.local).sum(1), everyone.flatten())))
+        sent = sizes[: self.ep.size]
+        blocks = np.array(sizes[self.ep.size :]).reshape(self.etp.size, self.ep.size, self.local)
         received = blocks[self.etp.rank].sum(1).tolist()
         per_expert = blocks.sum((0, 1)).tolist()
         arrange = None
-        if blocks[..., 0].numel() > 1:
-            owner = torch.arange(self.local).repeat(self.etp.size * self.ep.size).repeat_interleave(blocks.flatten())
-            arrange = owner.argsort(stable=True).to(expert.device)
+        if blocks[..., 0].size > 1:
+            owner = np.tile(np.arange(self.local), self.etp.size * self.ep.size).repeat(blocks.ravel())
+            arrange = torch.tensor(owner.argsort(kind="stable"), device=expert.device)
         kept = order[: sum(sent)]
         return Route(kept, sent, received, blocks.sum((1, 2)).tolist(), arrange, per_expert)
+
+    def read(self, sizes: Tensor) -> list[int]:
+        """Rows sent to each ep rank, then rows that arrive, by (etp, ep, local expert): what the host waits for."""
+        found: list[int] = sizes.tolist()
+        return found
 
     def dispatch(self, rows: Tensor, route: Route) -> Tensor:
         """Rows in ``route.order`` -> the rows of this rank's experts, sorted by expert."""

@@ -45,8 +45,9 @@ class LatentSelfAttention(nn.Module):
         self.kv_b_proj = split_outputs(spec.kv_rank, heads * (spec.nope_dim + spec.value_dim), False, tp, dtype, device)
         std = 0.02 / (2 * model.num_layers) ** 0.5
         self.o_proj = split_inputs(heads * spec.value_dim, hidden, spec.bias, tp, dtype, device, std=std)
-        self.rotary = Rotary(spec.rope_dim, model.rope_theta, pairs=True)
-        self.rule = (spec.window or 0, 0, spec.head_dim**-0.5)
+        self.rotary = Rotary(spec.rope_dim, model, pairs=True)
+        scale = model.rope_scaling.latent_attention if model.rope_scaling is not None else 1.0
+        self.rule = (spec.window or 0, 0, scale * spec.head_dim**-0.5)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         spec = self.spec

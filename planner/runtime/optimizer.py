@@ -83,7 +83,7 @@ class ShardedAdamW:
         for masters, owner in zip(self.masters, self.shards, strict=True):
             for master, value in zip(masters, owner.values, strict=True):
                 master.grad = None
-                if master.data_ptr() != value.data_ptr():
+                if master.dtype != value.dtype:
                     value.copy_(master)
             owner.publish()
 

@@ -61,12 +61,13 @@ class Decoder:
             for i in range(layers)
         ]  # fmt: skip
         theta, share = fields.rope()
+        longest = fields.count("max_position_embeddings", 0, least=0)
         return assemble(
             built, name=name, family=family, hidden=fields.count("hidden_size"), vocab=fields.count("vocab_size"),
             tied=fields.tied(self.tied), norm=self.norm, norm_bias=self._is(fields, self.norm_bias), norm_weight=self.norm_weight,
             norm_eps=fields.number("norm_eps", 1e-5), head_bias=self._is(fields, self.head_bias),
             mtp=fields.count("num_nextn_predict_layers", 0, least=0), rope_theta=theta, rope_fraction=share,
-            max_seq_len=fields.count("max_position_embeddings", 0, least=0), notes=(self.note,) if self.note else (),
+            rope_scaling=fields.rope_scaling(longest), max_seq_len=longest, notes=(self.note,) if self.note else (),
         )  # fmt: skip
 
     def _is(self, fields: Fields, fact: Flag) -> bool:

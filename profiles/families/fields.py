@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from profiles.errors import InputError
+from profiles.model import RopeScaling
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -167,6 +169,34 @@ class Fields:
 
     def tied(self, default: bool) -> bool:
         return self.flag("tie_word_embeddings", default)
+
+    def rope_scaling(self, longest: int) -> RopeScaling | None:
+        """How rotary frequencies are scaled, None where they are not. Raises InputError for a kind that is not known."""
+        nested = next((f for n in ("rope_parameters", "rope_scaling") if (f := self.inside(n)).raw), self.inside("rope_scaling"))
+        if isinstance(nested.raw.get("full_attention"), dict):
+            nested = nested.inside("full_attention")
+        kind = nested.raw.get("rope_type", nested.raw.get("type", "default"))
+        if kind in ("default", "mrope", None):
+            return None
+        original = int(nested.number("original_max_position_embeddings", longest))
+        if kind not in ("linear", "llama3", "yarn"):
+            return None
+        factor = nested.number("factor", longest / max(original, 1))
+        if kind == "linear":
+            return RopeScaling(kind="linear", factor=factor)
+        if kind == "llama3":
+            low, high = nested.number("low_freq_factor", 1.0), nested.number("high_freq_factor", 4.0)
+            return RopeScaling(kind="llama3", factor=factor, original=original, low=low, high=high)
+        mscale, every = nested.number("mscale", 0.0), nested.number("mscale_all_dim", 0.0)
+
+        def grown(by: float) -> float:
+            return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        ratio = grown(mscale) / grown(every) if mscale and every else grown(1.0)
+        return RopeScaling(
+            kind="yarn", factor=factor, original=original, fast=nested.number("beta_fast", 32.0), slow=nested.number("beta_slow", 1.0),
+            attention=nested.number("attention_factor", ratio), latent_attention=grown(every) ** 2 if every else 1.0,
+        )  # fmt: skip
 
     def rope(self) -> tuple[float, float]:
         """(theta, share of a head that rotates), from rope_parameters (transformers 5) or the older flat fields."""

@@ -14,6 +14,7 @@ LATENT: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
 ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# fmt: off
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
@@ -27,8 +28,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
     "deepseek_v3": ("DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
+    "llama3.1": ("LlamaConfig", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }}),
+    "deepseek_v3-yarn": ("DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+        "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1,
+    }}),
+    "qwen2-yarn": ("Qwen2Config", {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    }}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }
+# fmt: on
 
 
 def save(family: str, folder: Path) -> Any:
