@@ -1,0 +1,88 @@
+"""FLOPs and collectives of single operations, as a trace meets them.
+
+Bytes of a collective are those of ``profiles.operations.Collective``: the full buffer; for an all-to-all the larger of what the
+rank sends and receives; for a transfer the message (counted where it is sent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import ScriptObject, Tensor
+
+from planner.runtime.attention_blocks import pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective: axis, kind, bytes, ranks of its group, and the phase it ran in."""
+
+    axis: str
+    kind: str
+    bytes: int
+    ranks: int
+    phase: str
+
+
+def _mm(a: Tensor, b: Tensor) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _attention(q: Tensor, v: Tensor, q_spans: list[int], k_spans: list[int], window: int, chunk: int) -> int:
+    return 2 * pairs(q_spans, k_spans, window, chunk) * (q.shape[3] + v.shape[3]) * q.shape[2] * q.shape[1]
+
+
+def flops_of(name: str, args: Any, out: Any) -> tuple[str, int] | None:
+    """(kind, FLOPs) of a matrix product or an attention; None for anything else."""
+    match name:
+        case "aten::mm":
+            return "matmul", _mm(*args[:2])
+        case "aten::addmm":
+            return "matmul", _mm(*args[1:3])
+        case "aten::bmm":
+            return "matmul", 2 * args[0].shape[0] * args[0].shape[1] * args[0].shape[2] * args[1].shape[2]
+        case "aten::_grouped_mm":
+            a, b = args[:2]
+            return "grouped_matmul", 2 * a.shape[0] * a.shape[1] * b.shape[-1]
+        case "axisplan::attend":
+            q, _, v, _, _, q_spans, k_spans, window, chunk, _ = args
+            return "attention", _attention(q, v, q_spans, k_spans, window, chunk)
+        case "axisplan::attend_backward":
+            _, q, _, v, _, _, _, _, q_spans, k_spans, window, chunk, _ = args
+            return "attention", _attention(q, v, q_spans, k_spans, window, chunk) * 5 // 2
+    return None
+
+
+KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "allreduce_": ("all_reduce", (0,)),
+    "_allgather_base_": ("all_gather", (0,)),
+    "allgather_": ("all_gather", (0,)),
+    "all_gather_single": ("all_gather", (0,)),
+    "_reduce_scatter_base_": ("reduce_scatter", (1,)),
+    "reduce_scatter_single": ("reduce_scatter", (1,)),
+    "alltoall_base_": ("all_to_all", (0, 1)),
+    "all_to_all_single": ("all_to_all", (0, 1)),
+    "broadcast_": ("broadcast", (0,)),
+    "send": ("send_recv", (0,)),
+}
+"""c10d operation -> kind, and the arguments whose largest is the full buffer."""
+
+
+def call_of(name: str, args: Any, axis_of: Callable[[tuple[int, ...]], str], phase: str) -> Call | None:
+    """The collective that a c10d operation is; None where nothing is sent (a receive, a barrier)."""
+    found = KINDS.get(name.removeprefix("c10d::"))
+    if found is None:
+        return None
+    kind, places = found
+    group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, ScriptObject) and "ProcessGroup" in str(a._type()))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Call(axis_of(ranks), kind, max(_bytes(args[i]) for i in places), len(ranks), phase)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(v) for v in value) if isinstance(value, (list, tuple)) else 0
