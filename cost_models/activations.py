@@ -179,4 +179,23 @@ def offloaded(activations: Number, chunks: Iterable[ChunkMemory]) -> Number:
 
 def _key(layout: Layout) -> Layout:
     """``layout`` without what the operations of one microbatch do not depend on."""
-    return layout.with_(pp=1, vpp=1, schedule="1f1b", recompute="none", stages=(), order="tp-cp-dp-pp", zero=1, offload=())
+    return _microbatch_key(
+        layout.tp,
+        layout.cp,
+        layout.cp_kind,
+        layout.ep,
+        layout.etp,
+        layout.sp,
+        layout.micro_batch,
+        layout.dispatcher,
+        layout.capacity,
+    )
+
+
+@lru_cache(maxsize=16384)
+def _microbatch_key(
+    tp: int, cp: int, cp_kind: str, ep: int, etp: int, sp: bool, micro_batch: int, dispatcher: str, capacity: float
+) -> Layout:
+    return Layout(
+        tp=tp, cp=cp, cp_kind=cp_kind, ep=ep, etp=etp, sp=sp, micro_batch=micro_batch, dispatcher=dispatcher, capacity=capacity
+    )

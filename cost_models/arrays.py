@@ -25,6 +25,11 @@ def ceil_div(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
+def nowhere(value: Any) -> bool:
+    """Whether a number is 0 everywhere."""
+    return not value.any() if isinstance(value, np.ndarray) else not value
+
+
 def always_one(degree: Any) -> bool:
     """Whether a degree is 1 everywhere, so that what only a larger degree causes can be left out."""
     return bool(np.all(degree == 1)) if isinstance(degree, np.ndarray) else degree == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from cost_models.execution import Execution
 from profiles.hardware import ClusterSpec
@@ -37,6 +38,14 @@ class Job:
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained (``embedding``, ``head``, ``attention``, ``mlp``, ``experts``, ``shared``,
     ``router``, ``norm``, ``state_space``, ``mtp``)."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: a job is the key of every memory of costs, and a model is long to hash."""
+        return self._hash
 
     @property
     def tokens(self) -> int:

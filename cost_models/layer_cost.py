@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
-from cost_models.arrays import always_one, ceil_div, maximum, where
+from cost_models.arrays import always_one, ceil_div, maximum, nowhere, where
 from cost_models.execution import Execution
 from cost_models.job import Job
 from profiles.model import ModelSpec
@@ -248,7 +246,7 @@ class Builder:
     def collective(self, phase: str, kind: str, axis: str, bytes: Number, name: str, count: Number = 1) -> None:
         """A collective in ``phase`` (forward, backward_input, backward_weight), ``count`` times in a row; left out where it moves
         nothing or its axis has one rank everywhere."""
-        if always_one(axis_ranks(self.local.degrees, axis)) or not np.any(bytes) or not np.any(count):
+        if nowhere(bytes) or nowhere(count) or always_one(axis_ranks(self.local.degrees, axis)):
             return
         target = {"forward": self.forward, "backward_input": self._backward_input, "backward_weight": self._backward_weight}[phase]
         target.append(Collective(kind, axis, bytes, name, count))
