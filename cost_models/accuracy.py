@@ -257,6 +257,8 @@ WATCHED = (
     ("fitted_constants", 0.5),
 )  # fmt: skip
 """Figures that may not get worse, and by how much they may move (negative: larger is better)."""
+VISIBLE = 5e-5
+"""Differences below this are not shown: they vanish in the figures that are printed."""
 COVERAGE = (0.7, 0.9)
 """Where the coverage of an 80 % interval must lie."""
 
@@ -287,7 +289,7 @@ def compare(now: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[Change]
                 continue
             if after is None:
                 changes.append(Change(figure, before, float("nan"), True))
-            elif abs(after - before) > 1e-9:
+            elif abs(after - before) > VISIBLE:
                 worse = after < before + allowed if allowed < 0 else after > before + allowed
                 changes.append(Change(figure, before, after, worse))
     before, after = float(baseline.get("interval_coverage", 0.8)), float(now.get("interval_coverage", 0.8))

@@ -121,7 +121,7 @@ def page(
     for name, s in result["memory"].items():
         source, _, figure = name.rpartition(" | ")
         out.append(f"| {short(source)} | {figure} | {s['n']} | {percent(s['mape'])} | {100 * s['bias']:+.1f} |")
-    out += ["", "## Ranking", "", *_ranking("judged runs", result["ranking"])]
+    out += ["", "## Ranking", "", *_ranking("Judged runs", result["ranking"])]
     for title, other in (others or {}).items():
         step = other["step_time"]
         error = f"mean absolute error {percent(step['mape'])} %, bias {100 * step['bias']:+.1f} %"
@@ -152,7 +152,7 @@ def _second(title: str, parts: Mapping[str, Mapping[str, float]]) -> list[str]:
 def _ranking(title: str, ranking: Mapping[str, Any]) -> list[str]:
     if not ranking["settings"]:
         return []
-    first = f"{title[0].upper()}{title[1:]}: {ranking['settings']} settings in which everything but the layout is equal;"
+    first = f"{title}: {ranking['settings']} settings in which everything but the layout is equal;"
     pairs = f"{percent(ranking['pair_order'])} % of the {ranking['pairs']} pairs that differ by more than 2 %"
     regret = f"the layout predicted fastest is {percent(ranking['regret'])} % slower than the fastest on average"
     return [f"{first} {pairs} are ordered rightly (Kendall's tau {ranking['tau']:.2f}); {regret}.", ""]

@@ -322,6 +322,11 @@ def test_a_source_that_vanished_and_another_constant_are_worse() -> None:
     assert worse == {f"step_time.by_source.{gone}.mape", "fitted_constants"}
 
 
+def test_the_models_are_not_worse_than_the_committed_baseline() -> None:
+    baseline = json.loads((DATA / "accuracy_baseline.json").read_text())
+    assert not [str(change) for change in compare(result(), baseline) if change.worse]
+
+
 # -- reports ----------------------------------------------------------------------------------------------------------------
 
 
