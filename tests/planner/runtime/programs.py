@@ -226,3 +226,11 @@ def tied_copies(layout: str, steps: int) -> bool:
         return True
     first, last = all_gather(held[0].detach().unsqueeze(0).contiguous(), ends)
     return torch.equal(first, last)
+
+
+def train_spec(spec: dict[str, Any], layout: str, settings: dict[str, Any]) -> list[float]:
+    """Train any model for the settings' steps; the losses."""
+    model = ModelSpec.model_validate(spec)
+    trainer = Trainer(model, Layout.parse(layout, dist.get_world_size()), TrainSettings.model_validate(settings), CPU)
+    data = Synthetic(model.vocab, trainer.settings.seq_len)
+    return [trainer.step(n, trainer.batch(data, n))["loss"] for n in range(trainer.settings.steps)]

@@ -139,7 +139,9 @@ def test_bad_settings_are_one_line_naming_the_field(tmp_path: Path) -> None:
 
 
 def test_why_reads_the_failure_of_a_rank_from_torchruns_table() -> None:
-    table = "Root Cause (first observed failure):\n[0]:\n  host      : h\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 17)"
+    table = (
+        "Root Cause (first observed failure):\n[0]:\n  host      : h\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 17)"
+    )
     assert why(table, 1) == "rank 3 was killed by SIGKILL"
 
 
