@@ -136,7 +136,7 @@ def log_errors(runs: Sequence[Run], values: dict[str, float]) -> Any:
 
 def main(path: str, target: str | None) -> None:
     runs = [run for run in load_runs(read_rows(path))[0] if run.judged]
-    table = [entry for entry in fitted_constants()]
+    table = list(fitted_constants())
     places = [entry["place"] for entry in table]
     now = np.array([current(place) for place in places])
     prior = np.array([float(entry["prior"]) for entry in table])
@@ -165,10 +165,8 @@ def main(path: str, target: str | None) -> None:
             "left_out": statistics.mean(errors[source]),
             "constants": values,
         }
-        print(
-            f"{short(source):24s}{len(out):4d} runs  with it {100 * rows[source]['fitted']:5.1f} %  without {100 * rows[source]['left_out']:5.1f} %",
-            flush=True,
-        )
+        line = f"with it {100 * rows[source]['fitted']:5.1f} %  without {100 * rows[source]['left_out']:5.1f} %"
+        print(f"{short(source):24s}{len(out):4d} runs  {line}", flush=True)
     flat = [e for members in errors.values() for e in members]
     rest = [e for source, members in errors.items() for e in members if "BLOOM" not in source]
     result = {
