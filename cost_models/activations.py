@@ -137,7 +137,12 @@ def _unit(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule) -> UnitM
         size = local.split_tokens * job.model.hidden * local.bytes
         return UnitMemory(size, size, 0, 0)
     cost = unit_cost(job, degrees, unit)
-    return UnitMemory(kept_bytes(cost, rule, degrees.tp), cost.saved_bytes, cost.weight_pass_bytes, cost.transient)
+    return UnitMemory(
+        kept_bytes(cost, rule, degrees.tp, discards_outputs=job.execution.discards_outputs),
+        cost.saved_bytes,
+        cost.weight_pass_bytes,
+        cost.transient,
+    )
 
 
 def unit_cost(job: Job, degrees: Any, unit: int | str) -> LayerCost:

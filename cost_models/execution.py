@@ -154,6 +154,9 @@ class Execution(TimeFacts):
     """A stage keeps its output until its backward, beside the tensors its layers keep (PyTorch's stages; Megatron frees it)."""
     recompute_unit: int = 1
     """Layers of one checkpoint under full recompute."""
+    discards_outputs: bool = True
+    """Selective recompute of a norm, an activation or an up-projection frees its output until backward (Megatron's
+    output-discarding checkpoint); False: a plain checkpoint, whose output the next operation keeps."""
     recompute_stops_early: bool = False
     """Recomputation ends with the last tensor backward needs (PyTorch's non-reentrant checkpoint)."""
 

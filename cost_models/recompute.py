@@ -15,7 +15,7 @@ from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Numbe
 
 NORM_OUTPUTS = tuple(f"{block}_norm_{what}" for block in ("attention", "mlp", "moe", "ssm") for what in ("output", "normalised"))
 DROPPED: dict[str, tuple[str, ...]] = {
-    "core_attn": ("probabilities", "attention_mask", "dropped_probabilities", "log_sum_exp"),
+    "core_attn": ("probabilities", "attention_mask", "dropped_probabilities", "log_sum_exp", "attention_output_exchanged"),
     "layernorm": NORM_OUTPUTS,
     "mlp_act": ("mlp_product", "mlp_gate_output"),
     "moe_act": ("experts_product", "experts_gate_output"),
@@ -26,25 +26,51 @@ DROPPED: dict[str, tuple[str, ...]] = {
 }
 """Kept tensors that each module's recompute drops, by name; a name that ends in ``_`` stands for all that begin so. A module whose
 output is recomputed keeps its own input."""
-CORE_ATTENTION = ("core_attention", "scores", "softmax", "context", "repeat_kv")
+CORE_ATTENTION = (
+    "core_attention", "scores", "softmax", "context", "repeat_kv", "ring_kv", "gather_kv", "ulysses_qkv", "ulysses_output",
+)  # fmt: skip
+"""Core attention, context parallelism's exchanges included."""
 UP_PROJECTIONS = ("q_up", "kv_up", "rope", "q_latent_norm", "kv_latent_norm")
 
 
-def recomputed(forward: tuple[Operation, ...], rule: RecomputeRule) -> tuple[Operation, ...]:
-    """The operations of ``forward`` that run again under ``rule``."""
+def recomputed(forward: tuple[Operation, ...], rule: RecomputeRule, stops_early: bool = False) -> tuple[Operation, ...]:
+    """The operations of ``forward`` that run again under ``rule``; ``stops_early``: not what follows the last tensor that backward
+    needs (``Execution.recompute_stops_early``)."""
     if rule.mode == "none":
         return ()
     if rule.mode == "full":
-        return forward
+        return _needed(forward) if stops_early else forward
     chosen = tuple(op for op in forward if any(_belongs(op.name, module) for module in rule.modules))
+    if stops_early and {"mlp", "moe", "shared_experts"} & set(rule.modules):
+        chosen = _needed(chosen)
+    if stops_early:  # the output's exchange keeps nothing
+        chosen = tuple(op for op in chosen if op.name != "ulysses_output")
     return chosen + (_every_second(forward) if "op" in rule.modules else ())
 
 
-def kept_bytes(cost: LayerCost, rule: RecomputeRule, tp: Number = 1) -> Number:
+def _needed(forward: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """Without the last products and the exchange behind them, whose results nothing keeps; all where a norm follows them."""
+    names = {op.name for op in forward}
+    if any(name.endswith("_post_norm") for name in names):
+        return forward
+    gone: tuple[str, ...] = ("projection", "attention_out")
+    if "mlp_down" in names:
+        gone = ("mlp_down", "mlp_out")
+    elif "experts_down" in names or "shared_down" in names:
+        gone = ("moe_all", *(() if "shared_gate" in names else ("shared_down", "shared_out")))
+    return tuple(op for op in forward if op.name not in gone)
+
+
+OUTPUT_MODULES = ("layernorm", "mlp_act", "moe_act", "mla_up_proj")
+"""Modules whose recompute is meant to drop their *output*, which the next operation keeps otherwise."""
+
+
+def kept_bytes(cost: LayerCost, rule: RecomputeRule, tp: Number = 1, *, discards_outputs: bool = True) -> Number:
     """Bytes of a layer kept from its forward to its backward under ``rule``, on one rank for one microbatch.
 
     ``full`` keeps the layer's input (2 s b h, Korthikanti et al. 2022, section 5). TorchTitan's ``op`` keeps the input and the
     outputs of attention, of the reduce-scatters (``tp`` ranks), and of every matrix product that it does not run again.
+    ``discards_outputs``: False where a module's output stays kept by the operation behind it (``OUTPUT_MODULES`` drop nothing).
     """
     if rule.mode == "none":
         return cost.saved_bytes
@@ -52,7 +78,8 @@ def kept_bytes(cost: LayerCost, rule: RecomputeRule, tp: Number = 1) -> Number:
         return cost.input_bytes
     if "op" in rule.modules:
         return cost.input_bytes + _operation_outputs(cost, tp)
-    gone = tuple(name for module in rule.modules for name in DROPPED[module])
+    modules = [m for m in rule.modules if discards_outputs or m not in OUTPUT_MODULES]
+    gone = tuple(name for module in modules for name in DROPPED[module])
     return sum(s.bytes for s in cost.saved if not _named(s.name, gone))
 
 

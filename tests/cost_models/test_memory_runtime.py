@@ -61,7 +61,9 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize(("mixer", "feed", "text", "world"), CASES)
+@pytest.mark.parametrize(
+    ("mixer", "feed", "text", "world"), [pytest.param(*c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(CASES)]
+)
 def test_the_peak_of_activations_and_temporaries_is_the_programs(
     mixer: str, feed: str, text: str, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
