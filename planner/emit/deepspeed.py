@@ -1,8 +1,8 @@
 """DeepSpeed: ``ds_config.json`` (ZeRO, AutoTP, Ulysses, AutoEP) and a training script on a transformers model.
 
 Not expressible, and refused: pipelines (a PipelineModule is the model's code, not configuration), ring context parallelism, expert
-tensor parallelism, sequence parallelism beside AutoTP, layer-wise recompute, replicas of ZeRO 1 and 2 shards; the rules stand in
-``planner/data/limits.yaml``. Replicas of ZeRO-3 shards are MiCS.
+tensor parallelism, sequence parallelism beside AutoTP, layer-wise recompute, replicas of shards (DeepSpeed 0.19 refuses MiCS); the
+rules stand in ``planner/data/limits.yaml``.
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ def config(job: Job, layout: Layout, learning_rate: float = 3e-4) -> dict[str, A
     if layout.cp > 1:
         made["sequence_parallel_size"] = layout.cp
     if layout.ep > 1:
-        backend = "deepep" if layout.dispatcher == "deepep" else "comm"
         made["expert_parallel"] = {
             "enabled": True,
             "autoep_size": layout.ep,
             "expert_tensor_parallel_size": 1,
-            "comm_backend": backend,
+            "comm_backend": "comm",
         }
+        if layout.dispatcher == "deepep":
+            made["expert_parallel"] |= {"comm_backend": "deepep", "comm_max_tokens_per_rank": layout.micro_batch * job.seq_len}
     return made
 
 
@@ -92,6 +93,4 @@ def _zero(layout: Layout) -> dict[str, Any]:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
     if layout.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        zero |= {"mics_shard_size": layout.dp_shard, "mics_hierarchical_params_gather": False}
     return zero
