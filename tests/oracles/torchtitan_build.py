@@ -80,6 +80,7 @@ import torchtitan.trainer  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
 
 for module in ("llama3", "qwen3", "deepseek_v3", "gpt_oss"):
     importlib.import_module(f"torchtitan.models.{module}")
@@ -124,6 +125,7 @@ def build(config: typing.Any) -> dict[str, int]:
     """Parameters of this rank: as they are before sharding over data parallelism is known, and the local shards."""
     for kind in (type(config.dataloader), type(config.tokenizer)):
         kind.build = lambda self, *_, **__: NoData()
+    Module.init_states = lambda self, *_, **__: None  # the values of weights do not matter, and take a minute on a CPU
     trainer = config.build()
     parameters = [p for part in trainer.model_parts for p in part.parameters()]
     return {

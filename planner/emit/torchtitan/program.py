@@ -88,20 +88,20 @@ def literal(value: Any) -> str:
 
 
 @cache
-def _table() -> dict[str, Any]:
+def table() -> dict[str, Any]:
     data: dict[str, Any] = yaml.safe_load((resources.files("planner") / "data" / "torchtitan.yaml").read_text(encoding="utf-8"))
     return data
 
 
 def flavour_of(model: ModelSpec) -> tuple[str, str]:
     """TorchTitan's module and flavour of the model's shape. Raises InputError where it has none."""
-    table: dict[str, list[str]] = _table()["flavours"]
-    if model.name in table and shape(load_model(model.name)) == shape(model):
-        return table[model.name][0], table[model.name][1]
-    for name, (module, flavour) in table.items():
+    flavours: dict[str, list[str]] = table()["flavours"]
+    if model.name in flavours and shape(load_model(model.name)) == shape(model):
+        return flavours[model.name][0], flavours[model.name][1]
+    for name, (module, flavour) in flavours.items():
         if shape(load_model(name)) == shape(model):
             return module, flavour
-    raise refuse("torchtitan", f"it has no model of the shape of {model.name}; it has {', '.join(table)}")
+    raise refuse("torchtitan", f"it has no model of the shape of {model.name}; it has {', '.join(flavours)}")
 
 
 def shape(model: ModelSpec) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def shape(model: ModelSpec) -> dict[str, Any]:
 
 def registry_arguments(module: str, job: Job, layout: Layout) -> dict[str, str]:
     """Arguments of the module's ``model_registry`` as source."""
-    known = _table()["modules"][module]["arguments"]
+    known = table()["modules"][module]["arguments"]
     out = {"attn_backend": repr("flex")}
     if "moe_comm_backend" in known and job.model.moe is not None:
         out["moe_comm_backend"] = repr(BACKENDS.get(layout.dispatcher, "standard"))
