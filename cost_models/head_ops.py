@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cost_models.arrays import ceil_div, maximum, minimum, where
 from cost_models.layer_cost import Builder, LayerCost, Local
-from profiles.operations import Matmul, Number, Pointwise
+from profiles.operations import Number, Pointwise
 
 
 def vocab_rows(local: Local) -> Number:
@@ -79,8 +79,3 @@ def head_operations(local: Local) -> LayerCost:
     regathered = 0 if execution.keeps_gathered_input else where(local.degrees.sp, tokens, 0)
     gradients = (tokens + regathered) * width * local.bytes + execution.weight_gradient_bytes * scale * rows * width
     return b.done(local.split_tokens * h * local.bytes, maximum(beyond * alive * rows * scale, gradients))
-
-
-def head_recompute(local: Local) -> Matmul:
-    """The logits again, where a chunked loss computes its gradient in backward."""
-    return Matmul(local.tokens, vocab_rows(local), local.model.hidden, local.dtype, 1, "head")
