@@ -14,6 +14,7 @@ from cost_models.execution import Execution
 from cost_models.job import Job
 from cost_models.layer_cost import LOW_PRECISION
 from cost_models.states import Holding, Split, Weight
+from profiles.errors import InputError
 from profiles.operations import Number
 
 ADAM_8BIT_MOMENT = 1 + 4 / 256
@@ -50,7 +51,10 @@ def bytes_of(execution: Execution, precision: str, optimizer: str, zero: int = 0
         stored = execution.fp8_parameters and execution.parameter_bytes < 4 and precision != "nvfp4"
         linear = execution.fp8_parameter_copies if stored else weight + execution.fp8_weight_cache
     moment = 4.0 if full else execution.moment_bytes
-    moments = {"adamw": 2 * moment, "adamw8bit": 2 * ADAM_8BIT_MOMENT, "muon": 2 * moment, "sgd": moment}[optimizer]
+    known = {"adamw": 2 * moment, "adamw8bit": 2 * ADAM_8BIT_MOMENT, "muon": 2 * moment, "sgd": moment}
+    if optimizer not in known:
+        raise InputError("optimizer", optimizer, f"is one of {', '.join(known)}", "adamw")
+    moments = known[optimizer]
     gradient = 4.0 if full else execution.gradient_bytes
     extra = 0.0 if full else execution.optimizer_gradient_bytes
     if zero == 3:

@@ -8,6 +8,7 @@ from cost_models.layout import Layout
 from cost_models.stage_states import stage_holding, stage_states, stage_units, tensors
 from cost_models.state_bytes import adapter_weights, bytes_per_parameter, states, table
 from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights, mtp_weights
+from profiles.errors import InputError
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model, model_names
 from profiles.parameters import layer_parameters
@@ -204,3 +205,8 @@ def test_the_table_states_every_stage_of_every_optimizer() -> None:
     assert len(rows) == 8
     assert (rows[2].parameters, rows[2].gradients, rows[2].optimizer_state) == ("2", "2/8", "16/8")
     assert rows[2].total == 2 + 18 / 8
+
+
+def test_an_unknown_optimizer_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="optimizer"):
+        bytes_per_parameter(Execution(), "bf16", "adafactor", 1, 8)
