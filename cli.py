@@ -222,6 +222,38 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
         screen.show_plan(screen.console(), found, str(out) if out else None)
 
 
+# -- looking at it ----------------------------------------------------------------------------------------------------
+
+
+@command("report", "axisplan report plan.json --out report.html\naxisplan report plan.json --format trace --out trace.json")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file to write (default: beside the plan).")
+@click.option("--format", "form", type=click.Choice(("html", "png", "svg", "trace")), help="Default: by the ending of --out.")
+@click.option("--run", "records", type=click.Path(path_type=Path), help="A run's JSON lines, laid over the trace.")
+def report(plan: Path, out: Path | None, form: str | None, records: Path | None) -> None:
+    """One offline HTML file with every picture of a plan; or PNG, SVG, or a trace for Perfetto."""
+    from planner.report import default_name, write_report
+
+    out = out or default_name(plan, form)
+    click.echo(f"{write_report(plan, out, form, records)} written to {out}")
+
+
+@command("compare", "axisplan compare plan.json other.json\naxisplan compare plan.json run/metrics.jsonl")
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@as_json
+def compare(first: Path, second: Path, as_json: bool) -> None:
+    """Two plans, or a plan and a measured run (JSON lines of `axisplan run --json`): what differs, first."""
+    from planner import screen
+    from planner.compare import compare_files
+
+    found = compare_files(first, second)
+    if as_json:
+        show_json(found.to_json())
+    else:
+        screen.show_comparison(screen.console(), str(first), str(second), found)
+
+
 # -- running it -------------------------------------------------------------------------------------------------------
 
 
@@ -459,7 +491,9 @@ def profile_layer(what: str, device: str, processes: int | None, seconds: float,
 @click.argument("log", type=click.Path(path_type=Path))
 @click.option("--plan", type=click.Path(path_type=Path), required=True, help="The plan that was run.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Add the row to this runs.csv.")
-@click.option("--id", "identity", default="", help="The row's id (default: from model and layout); a row of the same id is replaced.")
+@click.option(
+    "--id", "identity", default="", help="The row's id (default: from model and layout); a row of the same id is replaced."
+)
 @click.option("--warmup", type=click.IntRange(0), help="Lines to leave out at the start (default: a third, at most 10).")
 @as_json
 def measure(log: Path, plan: Path, out: Path | None, identity: str, warmup: int | None, as_json: bool) -> None:
@@ -562,6 +596,23 @@ def experts(routing: Path | None, zipf: float | None, count: int | None, ep: int
         show_json(document)
     else:
         screen.show_experts(screen.console(), document)
+
+
+@command("doctor", "axisplan doctor")
+@click.option("--seconds", type=click.FloatRange(1, 600), default=60.0, show_default=True, help="The longest a backend is tried.")
+@as_json
+def doctor(seconds: float, as_json: bool) -> None:
+    """What this machine has, what is missing, and whether the backends work; exit code 1 when something is broken."""
+    from planner import screen
+    from planner.doctor import examine
+
+    found = examine(seconds)
+    if as_json:
+        show_json(found.to_json())
+    else:
+        screen.show_doctor(screen.console(), found.checks)
+    if not found.healthy:
+        raise click.exceptions.Exit(1)
 
 
 @command("completion", 'eval "$(axisplan completion bash)"')

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from planner.compare import Comparison
+    from planner.doctor import Check
     from planner.plan import Plan
+    from planner.report.spans import Spans
 
 GIB = 2**30
 MEMORY_KEYS = ("parameters", "gradients", "optimizer", "activations", "temporary", "communication")
@@ -159,6 +162,10 @@ def bar(stage: Mapping[str, float], limit: float, width: int = 24) -> str:
 def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | None = None) -> None:
     """The answer, the runners-up, the certificate, and what to type next."""
     show_estimate(out, plan.layout_text, plan.estimate)
+    if len(plan.stages) > 1:
+        from planner.report.spans import spans_of
+
+        show_timeline(out, spans_of(plan))
     if plan.runners_up:
         rows = [
             (
@@ -179,6 +186,60 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | 
             f"\nplan written to {saved_as}; next: axisplan explain {saved_as}, axisplan emit {saved_as} --out launch",
             soft_wrap=True,
         )
+
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def show_timeline(out: Console, spans: Spans, most: int = 8, width: int = 96) -> None:
+    """The step as one line a stage: how busy it is in each slice of time, full blocks for all of it, blanks for waiting."""
+    stages = sorted({s.stage for s in spans.spans})
+    every = max(1, -(-len(stages) // most))
+    out.print(f"timeline of {seconds(spans.seconds)}: busy share by stage" + (f" (one stage in {every})" if every > 1 else ""))
+    for stage in stages[::every]:
+        out.print(f"{stage:>5} |{sparkline(spans, stage, width)}|", markup=False)
+
+
+def sparkline(spans: Spans, stage: int, width: int = 96) -> str:
+    """One stage's busy share of ``width`` equal slices of the step."""
+    busy, slice_seconds = [0.0] * width, spans.seconds / width or 1.0
+    for span in (s for s in spans.spans if s.stage == stage):
+        for i in range(max(0, int(span.start / slice_seconds)), min(width, int(span.end / slice_seconds) + 1)):
+            busy[i] += max(0.0, min(span.end, (i + 1) * slice_seconds) - max(span.start, i * slice_seconds))
+    return "".join(BLOCKS[min(8, round(8 * b / slice_seconds))] for b in busy)
+
+
+def show_comparison(out: Console, first: str, second: str, found: Comparison) -> None:
+    """What differs, then what is the same."""
+    out.print(f"A  {first}\nB  {second}\n{found.verdict}", soft_wrap=True, markup=False)
+    names = ("predicted", "measured") if found.kind == "run" else ("A", "B")
+    rows = [
+        (d.section, d.field.replace("_", " "), shown(d.first, d.unit), shown(d.second, d.unit),
+         "" if d.change_percent is None else f"{d.change_percent:+.1f} %")
+        for d in found.differences
+    ]  # fmt: skip
+    if rows:
+        out.print(table("", ("", "differs", *names, "change"), rows, left=2))
+    if found.same:
+        out.print("same: " + ", ".join(found.same), soft_wrap=True, markup=False)
+
+
+def shown(value: object, unit: str) -> str:
+    """A value of a comparison: seconds and bytes in their units."""
+    if value is None:
+        return "-"
+    if isinstance(value, float) or (isinstance(value, int) and unit):
+        return seconds(value) if unit == "s" else gib(value) if unit == "bytes" else f"{value:.5g}"
+    return str(value)
+
+
+def show_doctor(out: Console, checks: Sequence[Check]) -> None:
+    """One line a check; the sign before it says ok, note or problem."""
+    signs = {"ok": "ok  ", "note": "note", "problem": "BAD "}
+    for check in checks:
+        out.print(f"{signs[check.state]}  {check.name:<22} {check.found}", soft_wrap=True, markup=False)
+        if check.hint:
+            out.print(f"{'':28} {check.hint}", soft_wrap=True, markup=False)
 
 
 def worst_loss(loses: Mapping[str, float]) -> str:
