@@ -204,7 +204,7 @@ axisplan plan llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 8k --global-bat
     "--tie", type=click.FloatRange(0, 1, max_open=True), default=0.01, show_default=True, help="Prefer a simpler plan this near."
 )
 @click.option("--prove", is_flag=True, help="Go on until the gap is closed (1e-4).")
-@click.option("--offload", is_flag=True, help="Optimizer state and activations may live in host memory.")
+@click.option("--allow-offload", "offload", is_flag=True, help="Optimizer state and activations may live in host memory.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan here.")
 @as_json
 def plan(out: Path | None, as_json: bool, **options: Any) -> None:
