@@ -189,7 +189,7 @@ def in_ring_blocks(operations: Iterable[Operation], ring: int, merge_bytes: floa
 
 def is_host(gpu: GpuProfile) -> bool:
     """Whether the device is the host itself: launching then takes time from the work instead of running ahead of it."""
-    return gpu.name.lower().startswith("cpu")
+    return gpu.is_host
 
 
 def host_seconds(gpu: GpuProfile, execution: Execution, tp: Number) -> Number:

@@ -14,6 +14,8 @@ from cost_models.states import Holding, Split, Weight
 from profiles.operations import Number
 
 Shape = tuple[int, int, Split]
+HOST_COMMUNICATOR_BYTES = 4.0 * 2**20
+"""Of a gloo communicator: socket buffers in the process, no channels on a device (an estimate)."""
 ENDS = ("embedding", "tokens", "head", "tied head")
 """Units that ZeRO-3 gathers together (``stage_states.Tensors``)."""
 
@@ -119,14 +121,17 @@ def communicators(job: Job, layout: Any) -> Number:
     adds gigabytes).
     """
     execution = job.execution
-    each = execution.communicator_bytes
+    if job.cluster.gpu.is_host:
+        each, exchange = HOST_COMMUNICATOR_BYTES, 0.0
+    else:
+        each, exchange = execution.communicator_bytes, execution.all_to_all_bytes
     total: Number = 0
     axes = (layout.tp, layout.ring * layout.ulysses, layout.pp, layout.dp, layout.ep, layout.etp)
     for degree in axes:
         total = total + where(degree > 1, each, 0)
     total = total + where((layout.ep > 1) & (layout.edp > 1), each, 0)
     spread = where(layout.ep > 1, 1, 0) if layout.dispatcher != "allgather" else 0
-    return total + execution.all_to_all_bytes * (spread + where(layout.ulysses > 1, 1, 0))
+    return total + exchange * (spread + where(layout.ulysses > 1, 1, 0))
 
 
 def graph_pool(job: Job, activations: Number) -> Number:

@@ -139,7 +139,7 @@ def planned(settings: DemoSettings, cluster: ClusterSpec, out: Console) -> Plan:
         execution=load_execution("axisplan"),
         seq_len=settings.seq_len,
         global_batch=settings.global_batch,
-        precision="fp32" if cluster.gpu.name.startswith("cpu") else "bf16",
+        precision="fp32" if cluster.gpu.is_host else "bf16",
     )
     plan = solve(PlanRequest(job, top=12, tie=0.0))
     path = settings.out / "plan.json"

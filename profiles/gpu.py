@@ -209,6 +209,11 @@ class GpuProfile:
         return self.facts.memory_usable_bytes.value
 
     @property
+    def is_host(self) -> bool:
+        """Whether the device is the host itself (processes on a CPU)."""
+        return self.name.lower().startswith("cpu")
+
+    @property
     def context_bytes(self) -> float:
         """Device context and library workspaces of one process, outside the allocator."""
         return self.facts.context_bytes.value

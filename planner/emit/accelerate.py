@@ -66,7 +66,7 @@ def config(job: Job, layout: Layout) -> dict[str, Any]:
     """The YAML of Accelerate 1.15. Raises InputError for an optimizer the script does not make."""
     if job.optimizer not in ("adamw", "sgd"):
         raise refuse("accelerate", f"its script makes adamw and sgd, not {job.optimizer}")
-    cpu = job.cluster.gpu.name.startswith("cpu")
+    cpu = job.cluster.gpu.is_host
     sharded = layout.zero > 0 and layout.dp_shard * layout.cp > 1
     if sharded and cpu:
         raise refuse("accelerate", "on CPUs it has neither FSDP nor its degrees, only plain data parallelism (zero=0)")

@@ -19,7 +19,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
             "Restarted workers must not share the first rendezvous store: with it a restart after a killed rank hangs on gloo.",
         ),
     ]  # fmt: skip
-    if job.cluster.gpu.name.startswith("cpu"):
+    if job.cluster.gpu.is_host:
         environment.append(Variable("OMP_NUM_THREADS", "1", "One thread a process: the processes share the cores.", "default"))
     return Program(
         target="axisplan",

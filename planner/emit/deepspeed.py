@@ -82,7 +82,7 @@ def _optimizer(job: Job, learning_rate: float) -> dict[str, Any]:
     parameters: dict[str, Any] = {"lr": learning_rate, "weight_decay": 0.1}
     if job.optimizer == "adamw":
         parameters["betas"] = [0.9, 0.95]
-        if job.cluster.gpu.name.startswith("cpu"):
+        if job.cluster.gpu.is_host:
             parameters["torch_adam"] = True
     return {"type": OPTIMIZERS[job.optimizer], "params": parameters}
 

@@ -33,7 +33,7 @@ class Facts:
 def shared(plan: Plan, target: str, *, cuda_graphs: bool = False, uccl_ep: bool = False) -> tuple[Variable, ...]:
     """The variables of ``target`` that do not depend on its own arguments; empty of CUDA matters on a CPU."""
     cluster, layout = plan.job().cluster, plan.layout_object
-    if cluster.gpu.name.startswith("cpu"):
+    if cluster.gpu.is_host:
         return (Variable("OMP_NUM_THREADS", "1", "One thread a process: the processes share the cores.", "default"),)
     facts = Facts(target, capability(cluster.gpu.name), layout.cp, cuda_graphs, uccl_ep, cluster.hosts)
     return (*threads(), *allocator(facts), *network(facts))

@@ -145,7 +145,7 @@ def _command(rank: str, address: str, port: str) -> str:
 
 
 def _resources(plan: Plan, per_node: int, options: dict[str, str]) -> dict[str, Any]:
-    if plan.job().cluster.gpu.name.startswith("cpu"):
+    if plan.job().cluster.gpu.is_host:
         return {"requests": {"cpu": str(per_node)}}
     wanted = {options["resource"]: str(per_node)}
     if options["network-resource"]:

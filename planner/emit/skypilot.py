@@ -37,7 +37,7 @@ def task(plan: Plan, program: Program, options: dict[str, str]) -> dict[str, Any
     cluster = plan.job().cluster
     hosts, per_node = cluster.hosts, cluster.gpus // cluster.hosts
     resources: dict[str, Any] = {}
-    if not cluster.gpu.name.startswith("cpu"):
+    if not cluster.gpu.is_host:
         name = options["accelerators"] or skypilot_name(cluster.gpu.name)
         if not name:
             rule = "has no known name in SkyPilot's catalogue; say which with --set accelerators=NAME"

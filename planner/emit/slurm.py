@@ -28,7 +28,7 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     cluster, layout = plan.job().cluster, plan.layout_object
     per_node = per_host(cluster)
     lines = [f"#SBATCH --{name}={options[name]}" for name in OPTIONS if name not in ("container", "mounts") and options[name]]
-    if not cluster.gpu.name.startswith("cpu"):
+    if not cluster.gpu.is_host:
         lines.append(f"#SBATCH --gpus-per-node={per_node}")
     within = group_place(layout.tp, per_node, domain(cluster))
     if within == "rack":

@@ -47,7 +47,7 @@ def _possible(model: ModelSpec, target: str) -> None:
         if layer.norms != 2 or layer.post_norm:
             raise refuse(target, f"{model.name} has {layer.norms} norms a layer{' behind the blocks' if layer.post_norm else ''}; Megatron has 2 before them")
     lacking = {
-        "a norm after the embedding": model.embedding_norm, "an embedding of another width": model.embedding_width is not None,
+        "a norm after the embedding": model.embedding_norm, "an embedding of another width": model.embedding_width not in (None, model.hidden),
         "a bias of the output layer": model.head_bias, "norms without weights": not model.norm_weight, "no final norm": not model.final_norm,
         "LayerNorm without bias": model.norm == "layer" and not model.norm_bias,
     }  # fmt: skip
@@ -95,6 +95,8 @@ def _feed_forward(model: ModelSpec, target: str) -> Flags:
 
 
 def _mixer(model: ModelSpec, target: str) -> Flags:
+    if any(getattr(layer.mixer, "chunk", None) for layer in model.kinds):
+        raise refuse(target, f"{model.name} has chunked attention, which pretrain_gpt.py does not build")
     bare = {_without_window(layer) for layer in model.kinds}
     if len(bare) > 1:
         raise refuse(target, f"{model.name} has attention of several shapes; Megatron has one (sliding windows and skipped rotation apart)")
@@ -103,7 +105,6 @@ def _mixer(model: ModelSpec, target: str) -> Flags:
         return _latent(model, first, target)
     assert first is not None
     lacking = {
-        "chunked attention": any(getattr(layer.mixer, "chunk", None) for layer in model.kinds),
         f"query-key norms of kind {first.qk_norm!r}": first.qk_norm in ("full", "per_head"),
         "value heads of another width": first.value_width != first.head_dim,
     }
