@@ -293,7 +293,7 @@ class Layout:
     @classmethod
     def read(cls, text: str) -> dict[str, Any]:
         """The keys of a LAYOUT string and their values, nothing derived; InputError for an unknown key or a bad value."""
-        given = dict(_pairs(text))
+        given = dict(pairs(text))
         values: dict[str, Any] = {}
         names = {f.name for f in fields(cls)}
         for key, raw in given.items():
@@ -409,7 +409,7 @@ def nearest(candidates: Sequence[int], value: int) -> int:
     return min(candidates, key=lambda d: (abs(math.log(d / max(value, 1e-9))), d))
 
 
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
+def pairs(text: str) -> Iterator[tuple[str, str]]:
     """Split ``a=1,b=f(x,y),c=2`` at commas outside parentheses."""
     seen: set[str] = set()
     for part in re.split(r",(?![^(]*\))", text):

@@ -62,7 +62,7 @@ class Findings:
 def axes_of(job: Job, layout: Layout) -> list[Axis]:
     """The axes of more than one rank, with the plan's own prices."""
     cluster = job.cluster
-    size = 4 << 20 if cluster.gpu.name.startswith("cpu") else 64 << 20
+    size = 4 << 20 if cluster.gpu.is_host else 64 << 20
     out = []
     for name, kind in KINDS.items():
         group = group_of(layout, 0, name)
@@ -235,7 +235,7 @@ def examine(plan: Plan, seconds: float, tolerance: float) -> tuple[Findings, lis
 
 def _other_devices(places: Sequence[Mapping[str, Any]], cluster: ClusterSpec) -> list[str]:
     """Ranks whose device is another than most ranks', or has less memory than the plan's."""
-    if cluster.gpu.name.startswith("cpu") or cluster.pools:
+    if cluster.gpu.is_host or cluster.pools:
         return []
     usual = statistics.mode(place["device"] for place in places)
     least = 0.95 * cluster.gpu.memory_bytes

@@ -154,8 +154,14 @@ def show_memory(out: Console, document: Mapping[str, Any], most: int = 8) -> Non
 
 
 def bar(stage: Mapping[str, float], limit: float, width: int = 24) -> str:
-    """A stage's memory by category as marks, and ``|`` where the limit is."""
-    marks = "".join(MARKS[i] * round(width * stage.get(k, 0) / limit) for i, k in enumerate(MEMORY_KEYS))
+    """A stage's memory by category as marks, ``.`` for context and allocator slack, and ``|`` where the limit is."""
+    ends, reached = [], 0.0
+    for key in MEMORY_KEYS:
+        reached += stage.get(key, 0)
+        ends.append(round(width * reached / limit))
+    starts = [0, *ends]
+    marks = "".join(MARKS[i] * max(0, end - starts[i]) for i, end in enumerate(ends))
+    marks += "." * max(0, round(width * stage["device"] / limit) - len(marks))
     return f"{marks[:width]:<{width}}|" + ("+" if stage["device"] > limit else "")
 
 

@@ -46,7 +46,7 @@ def row(plan: Plan, records: Sequence[dict[str, Any]], name: str = "run") -> dic
         "schedule": layout.schedule, "recompute": layout.recompute, "attention": "flash",
         "measured_step_s": f"{seconds:.6g}", "measured_tokens_per_s_per_gpu": f"{job.tokens / seconds / layout.world:.6g}",
         "measured_peak_mem_GiB": f"{max(r['peak_bytes'] for r in records) / GIB:.6g}",
-        "mem_counter": "" if cluster.gpu.name.startswith("cpu") else "torch peak allocated",
+        "mem_counter": "" if cluster.gpu.is_host else "torch peak allocated",
         "predicted_step_s": f"{plan.step_seconds:.6g}", "predicted_peak_mem_GiB": f"{worst / GIB:.6g}" if worst else "",
         "stage_seconds": ";".join(f"{s:.6g}" for s in _stages(warm)),
     }  # fmt: skip
