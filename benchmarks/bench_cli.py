@@ -44,7 +44,11 @@ def main() -> None:
     out = {}
     for name, arguments in COMMANDS.items():
         runs = [cpu_seconds(arguments) for _ in range(repeats)]
-        out[name] = {"median_cpu_seconds": round(statistics.median(runs), 3), "min": round(min(runs), 3), "max": round(max(runs), 3)}
+        out[name] = {
+            "median_cpu_seconds": round(statistics.median(runs), 3),
+            "min": round(min(runs), 3),
+            "max": round(max(runs), 3),
+        }
     print(json.dumps(out, indent=2))
 
 
