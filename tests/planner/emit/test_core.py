@@ -1,0 +1,156 @@
+"""The frame of every launch folder: shell that is clean and inert, names that are known, folders written whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from plans import job_of, plan_of, renamed
+
+from planner.emit.core import LAUNCHERS, TARGETS, EmitSettings, Need, Variable, Word, emit, from_environment, in_folder, lines, needs
+from planner.plan import Plan
+from profiles.errors import InputError
+
+HOSTILE = [
+    "$(touch pwned)", "`touch pwned`", "a'; touch pwned; '", 'a"; touch pwned; "', "a\ntouch pwned\n", "model with spaces", "--flag", "$HOME", "a\\",
+    "${IFS}touch${IFS}pwned", "%s", "a\r\ntouch pwned", "#",
+]  # fmt: skip
+LAYOUTS = {"axisplan": "tp=2,pp=2", "megatron": "tp=2,pp=2", "megatron-bridge": "tp=2,pp=2", "torchtitan": "tp=2,pp=2,zero=2"}
+EXECUTIONS = {"megatron-bridge": "megatron"}
+
+
+def plan(target: str, name: str = "llama-3.1-8b", cluster: str = "h100-sxm:1x8") -> Plan:
+    execution = EXECUTIONS.get(target, target)
+    return plan_of(job_of(renamed("llama-3.1-8b", name), cluster, execution, 4096, 64), LAYOUTS[target])
+
+
+def bash(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", *options, str(script)], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("cluster", ["h100-sxm:1x8", "h100-sxm:4x8", "gb200-nvl72:1x72"])
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_launch_scripts_are_clean_shell(target: str, cluster: str, tmp_path: Path) -> None:
+    if cluster.startswith("gb200"):
+        job = job_of("llama-3.1-8b", cluster, EXECUTIONS.get(target, target), 4096, 72)
+        made = plan_of(job, "tp=2,zero=2" if target == "torchtitan" else "tp=2")
+    else:
+        made = plan(target, cluster=cluster)
+    emit(made, target, "torchrun", tmp_path / "launch", EmitSettings())
+    script = tmp_path / "launch" / "launch.sh"
+    assert bash(script, "-n").returncode == 0
+    assert os.access(script, os.X_OK)
+    if shutil.which("shellcheck"):
+        found = subprocess.run(["shellcheck", "-S", "style", str(script)], capture_output=True, text=True, timeout=60, check=False)
+        assert found.stdout == ""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_a_hostile_name_of_a_model_is_inert(target: str, name: str, tmp_path: Path) -> None:
+    """launch.sh runs with stand-ins for torchrun and axisplan that print their words: they are the plan's, and nothing else ran."""
+    emit(plan(target, name), target, "torchrun", tmp_path / "launch", EmitSettings(data=(name,), options={"tokenizer": name}))
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for command in ("torchrun", "axisplan"):
+        (commands / command).write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+        (commands / command).chmod(0o755)
+    env = {"PATH": f"{commands}:{os.environ['PATH']}", "MEGATRON_PATH": "/m", "MEGATRON_BRIDGE_PATH": "/b", "HF_ASSETS_PATH": "/h"}
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch" / "launch.sh"), "--last", "a b"], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "pwned").exists()
+    words = done.stdout.decode().split("\0")[:-1]
+    assert words[-2:] == ["--last", "a b"]
+    assert words[:5] == ["--nnodes", "1", "--nproc-per-node", "8", "--standalone"]
+    if target == "megatron":
+        assert words[words.index("--tokenizer-model") + 1] == name
+        assert words[words.index("--data-path") + 1] == name
+    if target == "torchtitan":
+        source = (tmp_path / "launch" / "axisplan_config.py").read_text()
+        compile(source, "axisplan_config.py", "exec")
+        assert f"dataset={name!r}" in source
+    readme = (tmp_path / "launch" / "README.md").read_text()
+    assert readme.startswith("# ")
+    assert "\ntouch" not in readme
+
+
+def test_paths_with_spaces_and_quotes_work(tmp_path: Path) -> None:
+    folder = tmp_path / "a 'b' $(c)"
+    emit(plan("axisplan"), "axisplan", "torchrun", folder, EmitSettings())
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for command in ("torchrun", "axisplan"):
+        (commands / command).write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+        (commands / command).chmod(0o755)
+    env = {"PATH": f"{commands}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(folder / "launch.sh")], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert f"{folder}/plan.json" in done.stdout.split("\0")
+
+
+def test_what_the_user_must_set_is_asked_for_by_name(tmp_path: Path) -> None:
+    emit(plan("megatron"), "megatron", "torchrun", tmp_path / "launch", EmitSettings())
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch" / "launch.sh")], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("launch.sh: set MEGATRON_PATH to your checkout of Megatron-LM")
+
+
+def test_words_and_variables_in_shell() -> None:
+    assert Word("a b").shell() == "'a b'"
+    assert Word("").shell() == "''"
+    assert in_folder("plan.json").shell() == '"${here}"/plan.json'
+    assert from_environment("M", "/x y.py").shell() == "\"${M}\"'/x y.py'"
+    assert Variable("A", None, "why").shell() == "# why\nunset A"
+    assert Variable("A", "b c", "why").shell() == "# why\nexport A='b c'"
+    assert Variable("A", "x", "a\nb", "suggest").shell() == "# a b\n# export A=x"
+    assert Variable("P", Word(base="here"), "why", "prepend").shell() == '# why\nexport P="${here}""${P:+:$P}"'
+    assert [[w.text for w in line] for line in lines((Word("-m"), Word("x"), Word("--a"), Word("1"), Word("2"), Word("--b")))] == [
+        ["-m"], ["x"], ["--a", "1", "2"], ["--b"],
+    ]  # fmt: skip
+    assert "exit 1" in needs((Need("A", "it's", "$(x)"),))
+
+
+@pytest.mark.parametrize("value", ['a"b', "a$(c)", "a`c`", "a\\b", "a}b"])
+def test_a_default_keeps_its_value(value: str) -> None:
+    script = Variable("AXISPLAN_X", value, "why", "default").shell() + '\nprintf %s "$AXISPLAN_X"'
+    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=True).stdout == value
+
+
+@pytest.mark.parametrize(("target", "launcher", "field"), [("megatrn", "torchrun", "--target"), ("megatron", "pbs", "--launcher")])
+def test_names_that_are_not_known_are_answered_with_what_there_is(target: str, launcher: str, field: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        emit(plan("megatron"), target, launcher, tmp_path / "x")
+    assert error.value.field == field
+    assert all(name in error.value.rule for name in (TARGETS if field == "--target" else LAUNCHERS))
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"thesis\.txt"):
+        emit(plan("megatron"), "megatron", "torchrun", folder)
+    assert [p.name for p in folder.iterdir()] == ["thesis.txt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["launch"]
+
+
+def test_a_refused_plan_leaves_no_folder(tmp_path: Path) -> None:
+    job = job_of("gemma-2-9b", seq_len=2048, global_batch=64)
+    with pytest.raises(InputError):
+        emit(plan_of(job, "tp=2", legal=False), "megatron", "torchrun", tmp_path / "launch")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        emit(plan("megatron"), "megatron", "torchrun", tmp_path / folder)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    assert json.loads((tmp_path / "a" / "plan.json").read_text())["layout"]["tp"] == 2
