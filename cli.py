@@ -309,6 +309,25 @@ def pairs_of(name: str, given: tuple[str, ...]) -> dict[str, str]:
     return dict(p.split("=", 1) for p in given)
 
 
+@command("import", "axisplan import --from megatron train.sh --gpus 64\naxisplan import --from torchtitan config.py --gpus 64 --json")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--from", "source", type=click.Choice(("megatron", "torchtitan", "deepspeed", "accelerate")), required=True)
+@click.option("--gpus", type=Tokens(), help="GPUs it runs on, where the file does not say.")
+@as_json
+def import_command(file: Path, source: str, gpus: int | None, as_json: bool) -> None:
+    """A configuration that you run today -> a layout, for estimate, check and compare. The file is read, never run."""
+    from planner.emit.imported import read_configuration
+
+    found = read_configuration(source, file, gpus)
+    if as_json:
+        show_json(found.to_json())
+        return
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(found.layout.text())
+    click.echo(found.next_command(), err=True)
+
+
 @command("run", "axisplan run plan.json --data notes.txt --steps 100")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--settings", type=click.Path(path_type=Path), help="Training settings (JSON), as emitted.")

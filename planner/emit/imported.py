@@ -33,6 +33,13 @@ class Imported:
     model: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    def next_command(self) -> str:
+        """What to try next: the estimate of what runs today, and of the fastest plan."""
+        job = f"--seq-len {self.job.get('seq_len') or 'S'} --global-batch {self.job.get('global_batch') or 'B'}"
+        precision = f" --precision {self.job['precision']}" if "precision" in self.job else ""
+        rest = f"{self.model.get('name', 'MODEL')} --cluster C --gpus {self.layout.world} {job}{precision} --execution {self.execution}"
+        return f"next: axisplan estimate {rest} --layout '{self.layout.text()}'\n      axisplan plan {rest}"
+
     def to_json(self) -> dict[str, Any]:
         """The document of ``axisplan import --json``."""
         return {
