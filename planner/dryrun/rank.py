@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from cost_models.job import Job
@@ -20,9 +23,20 @@ from planner.runtime.pipeline import Chunk, Transfer
 from planner.runtime.train import Trainer
 
 
-def trace(job: Job, layout: Layout, rank: int, steps: int = 2) -> tuple[Record, int]:
-    """The last of ``steps`` training steps of ``rank``, and the bytes by which its states are longer than the tensors in them (a
-    shard is as long as the others). Raises InputError for what the runtime does not run."""
+@dataclass
+class Trace:
+    """One rank's step: the record; names of the groups an axis goes by (axes of more than one rank); bytes with a name of their own
+    (``named``) that no formula has, and those of them that are sent (``padded``, by axis and kind)."""
+
+    rank: int
+    record: Record
+    axes: dict[str, str]
+    named: dict[str, int]
+    padded: dict[tuple[str, str], float]
+
+
+def trace(job: Job, layout: Layout, rank: int, steps: int = 2) -> Trace:
+    """The last of ``steps`` training steps of ``rank``. Raises InputError for what the runtime does not run."""
     with program(job, layout, rank) as trainer:
         tracer = Tracer(trainer.mesh.axis_of)
         gc.collect()
@@ -37,7 +51,61 @@ def trace(job: Job, layout: Layout, rank: int, steps: int = 2) -> tuple[Record, 
                     tracer.enter_phase("end", "buffers")
         finally:
             gc.enable()
-        return tracer.record, padding(trainer)
+        axes = {n: trainer.mesh.axis_of(a.ranks) for n, a in trainer.mesh.axes.items() if a.size > 1}
+        if layout.world > 1:
+            axes["world"] = trainer.mesh.axis_of(range(layout.world))
+        return Trace(rank, tracer.record, axes, named_bytes(trainer), padded_collectives(trainer))
+
+
+def named_bytes(trainer: Trainer) -> dict[str, int]:
+    """Bytes that no formula has: shards are as long as each other, an optimizer counts its steps, rotary tables, the batch."""
+    buckets = [s for s in trainer.shards if isinstance(s, Bucket)]
+    pads = [(s, spare(s)) for s in buckets]
+    masters = [(m, b) for b, ms in zip(trainer.shards, trainer.optimizer.masters, strict=True) for m in ms]
+    held = {id(v.untyped_storage()) for s in trainer.shards for v in s.values}
+    apart = [b for m, b in masters if id(m.untyped_storage()) not in held]
+    state = trainer.optimizer.engine.state
+    out = {
+        "bucket padding": sum(n * s.parameters.element_size() for s, n in pads),
+        "gradient padding": sum(n * s.wide.itemsize / (s.shard.size if s.sharded is not None else 1) for s, n in pads),
+        "master padding": sum(n * s.wide.itemsize * (2 + (s in apart)) / s.shard.size for s, n in pads),
+        "step counters": sum(v["step"].nbytes for v in state.values()),
+        "rotary tables": sum(t.nbytes for t in rotary_tables(trainer)),
+        "batch": 2 * 8 * trainer.settings.global_batch // trainer.layout.dp * trainer.settings.seq_len,
+        "selection biases": sum(b.nbytes for d in trainer.decoders.values() for b in d.buffers()),
+    }
+    return {k: v for k, v in out.items() if v}
+
+
+def spare(bucket: Bucket) -> int:
+    """Elements by which a bucket is longer than the parameters in it."""
+    return bucket.length - bucket.slots[-1].start - bucket.slots[-1].count
+
+
+def padded_collectives(trainer: Trainer) -> dict[tuple[str, str], float]:
+    """Bytes of a step's collectives that carry buckets' padding, by (axis, kind)."""
+    out: Counter[tuple[str, str]] = Counter()
+    for bucket in trainer.shards:
+        if not isinstance(bucket, Bucket) or not (elements := spare(bucket)):
+            continue
+        name, size = trainer.mesh.axis_of, bucket.wide.itemsize * elements
+        times = trainer.microbatches if bucket.sharded is not None else 1
+        for axis in bucket.partial:
+            out[name(axis.ranks), "all_reduce"] += size * times
+        out[name(bucket.shard.ranks), "reduce_scatter"] += size * times
+        out[name(bucket.shard.ranks), "all_gather"] += bucket.parameters.element_size() * elements
+        if bucket.replicate.size > 1:
+            out[name(bucket.replicate.ranks), "all_reduce"] += size / bucket.shard.size
+    return dict(out)
+
+
+def rotary_tables(trainer: Trainer) -> Iterator[Tensor]:
+    """Cosines and sines that attention layers keep."""
+    for decoder in trainer.decoders.values():
+        for module in decoder.modules():
+            rotary = getattr(module, "rotary", None)
+            for pair in rotary._made.values() if isinstance(rotary, Rotary) else ():
+                yield from pair
 
 
 def tag(trainer: Trainer, tracer: Tracer) -> None:
@@ -62,22 +130,14 @@ def tag(trainer: Trainer, tracer: Tracer) -> None:
     for decoder in trainer.decoders.values():
         for buffer in decoder.buffers():
             tracer.see(buffer, "buffers")
-        for module in decoder.modules():
-            rotary = getattr(module, "rotary", None)
-            for pair in rotary._made.values() if isinstance(rotary, Rotary) else ():
-                for table in pair:
-                    tracer.see(table, "buffers")
+    for table in rotary_tables(trainer):
+        tracer.see(table, "buffers")
 
 
 def tag_gradients(shards: FullyShardedGroup, tracer: Tracer) -> None:
     for _, parameter, _ in shards.members:
         if parameter.grad is not None:
             tracer.see(parameter.grad, "gradients")
-
-
-def padding(trainer: Trainer) -> int:
-    """Elements by which this rank's buckets are longer than the parameters in them."""
-    return sum(s.length - s.slots[-1].start - s.slots[-1].count for s in trainer.shards if isinstance(s, Bucket))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from planner.runtime import fully_sharded, model, train
 from planner.runtime.data import Batch
 from planner.runtime.expert import Dispatcher
 from planner.runtime.mesh import Mesh
+from planner.runtime.pipeline import Pipeline
 from planner.runtime.train import Trainer, TrainSettings
 from profiles.errors import AxisplanError, InputError
 
@@ -124,6 +125,7 @@ def program(job: Job, layout: Layout, rank: int) -> Iterator[Trainer]:
         (DeviceMesh, "_get_mesh_tensor_from_full_mesh", staticmethod(without_fakes(DeviceMesh._get_mesh_tensor_from_full_mesh))),
         (model, "fill", lambda *_: None),
         (fully_sharded, "fill", lambda *_: None),
+        (Pipeline, "_release", lambda self: self._sent.clear()),  # a fake transfer never says that it has come to its end
         (Dispatcher, "read", routed(factor)),
         (Dispatcher, "plan", counted(Dispatcher.plan)),
     )
