@@ -39,6 +39,10 @@ class Room:
     state: Floats
     kept: Floats
 
+    def only(self, mode: int) -> Room:
+        """The same where every layer has one mode."""
+        return Room(self.room, self.alive, self.spare, self.state, self.kept[:, [mode]])
+
     def segments(self, units: Units, kind: int) -> list[tuple[Floats, Floats]]:
         """(layers, recompute seconds of each) of ``kind`` that each rank can take, cheapest first.
 

@@ -44,7 +44,7 @@ class Bulk:
     head: Floats
 
     @cached_property
-    def _sums(self) -> tuple[Floats, Floats]:
+    def _sums(self) -> tuple[Floats, Floats, Floats]:
         return self.layers.sum(axis=2), self.embedding.sum(axis=1) + self.head.sum(axis=1)
 
     def total(self, totals: Ints) -> Floats:
@@ -153,11 +153,12 @@ def _group(degrees: Any, axis: str) -> tuple[Any, Any] | None:
     }.get(axis)  # fmt: skip
 
 
-def lower_bytes(job: Job, limits: Limits, rows: Ints, modes: tuple[RecomputeRule, ...], *, offload: bool) -> tuple[Floats, Floats]:
+def lower_bytes(job: Job, limits: Limits, rows: Ints, modes: tuple[RecomputeRule, ...], *, offload: bool) -> tuple[Floats, Floats, Floats]:
     """A lower bound on the bytes of the fullest rank, by row (``COLUMNS``, pp, dp, microbatches): the mean over ranks of states under
-    the most sharding the target has, and of one microbatch's kept activations in the least mode. Also an estimate without recompute."""
+    the most sharding the target has, and of one microbatch's kept activations in the least mode. Also estimates, without recompute and with all of it: all microbatches of
+    1F1B in flight, one layer and the loss at work."""
     model, execution = job.model, job.execution
-    out, plain = np.zeros(len(rows)), np.zeros(len(rows))
+    out, plain, tight = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
     totals = np.bincount(model.pattern, minlength=len(model.kinds))
     for kind, name in enumerate(KINDS):
         for pipeline in (False, True):
@@ -174,11 +175,13 @@ def lower_bytes(job: Job, limits: Limits, rows: Ints, modes: tuple[RecomputeRule
             held = Holding()
             kept: Any = 0.0
             full: Any = 0.0
+            biggest: Any = 0.0
             for k, layer in enumerate(model.kinds):
                 held = held + hold(layer_weights(model, layer), degrees, execution).times(int(totals[k]))
                 cost = layer_operations(job, degrees, layer)
                 each = kept_bytes(cost, modes[0], degrees.tp)
                 full = full + totals[k] * each
+                biggest = np.maximum(biggest, cost.saved_bytes + cost.transient)
                 for mode in modes[1:]:
                     each = np.minimum(
                         each, kept_bytes(cost, mode, degrees.tp) / (execution.recompute_unit if mode.mode == "full" else 1)
@@ -195,5 +198,8 @@ def lower_bytes(job: Job, limits: Limits, rows: Ints, modes: tuple[RecomputeRule
                 else execution.reserved_ratio
             )
             out[at] = (state + (0.0 if offload else kept)) / pp * slack + beside
-            plain[at] = (state + full * np.minimum(pp, part[:, 9])) / pp * slack + beside
-    return out, plain
+            loss = head_operations(job, degrees)
+            work = np.maximum(biggest, loss.saved_bytes + loss.transient)
+            plain[at] = ((state + full * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
+            tight[at] = ((state + kept * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
+    return out, plain, tight

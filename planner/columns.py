@@ -145,6 +145,10 @@ class Units:
     head: tuple[tuple[float, float, float, float, float], ...]
     """By mode of the last layer: f, b, w, sf, sb."""
 
+    def only(self, mode: int) -> Units:
+        """These units where every layer has one mode."""
+        return Units(self.f, self.b[:, [mode]], self.w, self.sf, self.sb[:, [mode]], self.embedding, (self.head[mode],))
+
     @cached_property
     def least(self) -> Floats:
         """K x 3: f, the least b of any mode, w, pairs' savings taken off."""

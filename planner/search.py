@@ -12,7 +12,8 @@ Every column is counted once: cut by memory (does not fit with the least recompu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,14 +30,17 @@ from planner.columns import Column, PathStore, Units, mode_text, modes_of, prefi
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
 from planner.program import Answer
-from planner.solve_column import PROVED, Result, solve_column
+from planner.solve_column import PROVED, solve_column
 from planner.space import Batch, Prefix, Shard, Space
 from profiles.errors import InputError
 
 QUICK = 1e-2
 """Relative gap at which the search stops unless a proof is asked for, or is cheap."""
-CHEAP = 400
-"""Columns left that are worth proving unasked."""
+CHEAP = 40
+"""Entries left that are worth proving unasked."""
+EFFORT, EFFORT_TO_PROVE = 60, 4000
+"""Columns solved at most: a count, not a time, so that the same input gives the same plan on any machine."""
+PAIRED = ("dualpipe", "dualpipe-v")
 KIND = {"ring": 0, "ulysses": 1, "allgather": 3}
 
 
@@ -48,11 +52,10 @@ class Row:
     batches: tuple[Batch, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Core:
     row: int
     batch: Batch
-    bound: float
 
 
 @dataclass
@@ -85,7 +88,6 @@ class Outcome:
     found: list[Found]
     books: Books
     best_bound: float
-    least_bytes: float = float("inf")
 
 
 @dataclass
@@ -104,7 +106,6 @@ class Search:
         self.slowing = stragglers(self.job.cluster.nodes if self.job.cluster.gpus > 1 else 1)
         self.found: dict[tuple[Prefix, Batch, Shard], Found] = {}
         self.best: Found | None = None
-        self._early: dict[tuple[int, Batch, Shard], Result] = {}
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class Search:
         return bound
 
     @cached_property
-    def _bytes(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def _bytes(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         offload = any(self.space._offloads())
         return lower_bytes(self.job, self.space.limits, self._table, self.modes, offload=offload)
 
@@ -162,10 +163,11 @@ class Search:
 
     def _hopes(self) -> npt.NDArray[np.float64]:
         """About how long a row's best step takes: its bound, the pipeline's idle time, and recompute where memory asks for it."""
-        idle = np.array([min(_bubble(b, r.prefix.pp) for b in r.batches) for r in self.rows])
-        least, plain = self._bytes
-        over = np.clip((plain - self.job.limit_bytes) / np.maximum(plain - least, 1.0), 0.0, 1.0)
-        hopes: npt.NDArray[np.float64] = self.row_bounds * (1 + idle) * (1 + over / 3)
+        idle = np.array([min(self._idle(b, r.prefix.pp) for b in r.batches) for r in self.rows])
+        _, plain, tight = self._bytes
+        limit = self.job.limit_bytes
+        over = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
+        hopes: npt.NDArray[np.float64] = self.row_bounds * (1 + idle) * (1 + over / 3) * np.where(tight > limit, 4.0, 1.0)
         return hopes
 
     # -- books ------------------------------------------------------------------------------------------------------
@@ -206,9 +208,15 @@ class Search:
         longest = -(-self.job.model.num_layers // chunks) + 2
         return policies(self.space.limits.recompute, self.modes, longest)
 
+    def _idle(self, batch: Batch, pp: int) -> float:
+        """About the idle share of a schedule, layers that do not divide over its chunks counted."""
+        layers, chunks = self.job.model.num_layers, pp * batch.vpp
+        rounded = -(-layers // chunks) * chunks / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
+        return (1 + _bubble(batch, pp)) * rounded - 1
+
     def try_row(self, row: Row, most: int = 2) -> bool:
         """Quick answers of a row's most promising columns; whether one fits."""
-        ranked = sorted(row.batches, key=lambda b: (_bubble(b, row.prefix.pp), b.vpp))[:most]
+        ranked = sorted(row.batches, key=lambda b: (self._idle(b, row.prefix.pp), b.vpp))[:most]
         some = False
         for batch in ranked:
             for shard in self._likely(row.prefix, batch):
@@ -242,59 +250,85 @@ class Search:
         self.books.by_memory += int(counts[~small].sum())
         order = [int(i) for i in np.lexsort((np.arange(len(rows)), self.row_bounds)) if small[i] and counts[i]]
         self._first_answers(order)
-        gap = PROVED if self.prove else QUICK
-        cores = self._cores(order, counts)
-        left = self._columns(cores, gap)
-        if not self.prove and len(left) <= CHEAP:
-            left = self._solve(left, PROVED)
-        for bound, *_ in left:
-            self.books.by_bound += 1
-            self.books.weakest = min(self.books.weakest, bound)
+        self._best_first(order, counts)
         self._families(order)
-        return Outcome(
-            self.best, list(self.found.values()), self.books, min(self.books.weakest, self.fastest), float(self.row_bytes.min())
-        )
+        return Outcome(self.best, list(self.found.values()), self.books, min(self.books.weakest, self.fastest))
 
-    def _first_answers(self, order: Sequence[int], patience: int = 10, most: int = 60) -> None:
-        """Quick answers from the rows that look fastest, their pipelines' idle time counted, until they stop getting better."""
-        hopes = self._hopes()
-        waited = 0
-        for i in sorted(order, key=lambda i: (hopes[i], i))[:most]:
-            if waited >= patience:
-                break
-            if self.row_bounds[i] >= self.fastest:
+    def _best_first(self, order: Sequence[int], counts: npt.NDArray[np.int64]) -> None:
+        """Rows open into cores, cores into columns, columns are solved, always the least bound next; what is left at the end is cut by
+        its bound."""
+        heap: list[tuple[float, int, int, Any]] = [(float(self.row_bounds[i]), 0, n, i) for n, i in enumerate(order)]
+        heapq.heapify(heap)
+        serial, solved = len(order), 0
+        gap = PROVED if self.prove else QUICK
+        effort = EFFORT_TO_PROVE if self.prove else EFFORT
+        while heap and solved < effort:
+            if heap[0][0] >= self.fastest * (1 - gap):
+                if gap == PROVED or len(heap) > CHEAP or heap[0][0] >= self.fastest * (1 - PROVED):
+                    break
+                gap = PROVED
+            bound, level, _, item = heapq.heappop(heap)
+            if level == 3:
+                solved += 1
+                self._solve_one(bound, *item, gap)
                 continue
-            before = self.fastest
-            fitted = self.try_row(self.rows[i])
-            waited = 0 if self.fastest < before * (1 - 1e-3) else waited + (1 if fitted else 0)
-
-    def _cores(self, order: Sequence[int], counts: npt.NDArray[np.int64]) -> list[Core]:
-        """Cores of rows that could beat the answer, bounded by paths; the rest is cut by bound."""
-        keep: list[Core] = []
-        for i in order:
-            row = self.rows[i]
-            floor = float(self.row_bounds[i])
-            if floor >= self.fastest * (1 - PROVED):
-                self._cut(floor, int(counts[i]))
-                continue
-            sample = self.space.layout(row.prefix, row.batches[0], self._any_shard(row))
-            column = Column(self.job, sample, self.modes[:1], self.store)
-            exact = max(floor, self.step(bounds.work(column.units, self.totals, row.microbatches, row.prefix.pp)))
-            for batch in row.batches:
-                number = self.space.count(row.prefix, batch)
-                if not number:
+            for opened in (self._open_row, self._open_core, self._open_columns)[level](bound, item):
+                if not np.isfinite(opened[0]):
+                    self.books.by_memory += self._number(*opened[1:])
                     continue
-                if batch.schedule in ("dualpipe", "dualpipe-v"):
-                    bound = floor
-                else:
-                    bound = exact
-                if bound < self.fastest * (1 - PROVED) and row.prefix.pp > 1:
-                    bound = max(bound, self._paths_bound(row, batch, column))
-                if bound >= self.fastest * (1 - PROVED):
-                    self._cut(bound, number)
-                else:
-                    keep.append(Core(i, batch, bound))
-        return sorted(keep, key=lambda c: (c.bound, c.row, c.batch.vpp, c.batch.schedule))
+                serial += 1
+                heapq.heappush(heap, (opened[0], opened[1], serial, opened[2]))
+        for bound, level, _, item in heap:
+            self._cut(bound, int(counts[item]) if level == 0 else self._number(level, item))
+
+    def _number(self, level: int, item: Any) -> int:
+        """Columns of an entry: a core (1 or 2), or one column."""
+        return 1 if level == 3 else self.space.count(self.rows[item.row].prefix, item.batch)
+
+    def _open_row(self, bound: float, i: int) -> Iterator[tuple[float, int, Any]]:
+        """The cores of a row, bounded by the exact seconds of its passes without what ZeRO adds."""
+        row = self.rows[i]
+        least = self.step(bounds.work(self._plain_units(row, row.batches[0]), self.totals, row.microbatches, row.prefix.pp))
+        for batch in row.batches:
+            if self.space.count(row.prefix, batch):
+                yield (bound if batch.schedule in PAIRED else max(bound, least)), 1, Core(i, batch)
+
+    def _open_core(self, bound: float, core: Core) -> Iterator[tuple[float, int, Any]]:
+        """The same core, bounded by path weights."""
+        if self.rows[core.row].prefix.pp > 1:
+            bound = max(bound, self._paths_bound(self.rows[core.row], core.batch))
+        yield bound, 2, core
+
+    def _open_columns(self, bound: float, core: Core) -> Iterator[tuple[float, int, Any]]:
+        """The columns of a core, each with its own ends and memory."""
+        for shard in self.space.columns_of(self.rows[core.row].prefix, core.batch):
+            yield self._column_bound(core, shard, bound), 3, (core, shard)
+
+    def _first_answers(self, order: Sequence[int], families: int = 40, each: int = 12) -> None:
+        """Quick answers: one row of each family of degrees that looks fast, then more rows of the families that did best."""
+        hopes = self._hopes()
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i in sorted(order, key=lambda i: (hopes[i], i)):
+            groups.setdefault(family(self.rows[i].prefix, None), []).append(i)
+        answers: list[tuple[float, int, list[int]]] = []
+        waited = 0
+        for place, members in enumerate(list(groups.values())[:families]):
+            before = self.fastest
+            fastest = min((self._row_answer(i, 1) for i in members[:2]), default=float("inf"))
+            answers.append((fastest, place, members))
+            waited = 0 if self.fastest < before * (1 - 1e-3) else waited + np.isfinite(fastest)
+            if waited >= 12:
+                break
+        for _, _, members in sorted(answers)[:3]:
+            for i in members[:each]:
+                if self.row_bounds[i] < self.fastest and hopes[i] < self.fastest * 1.15:
+                    self._row_answer(i, 3)
+
+    def _row_answer(self, i: int, most: int) -> float:
+        """Seconds of a row's quick answers."""
+        row = self.rows[i]
+        self.try_row(row, most)
+        return min((f.answer.seconds for f in self.found.values() if f.prefix == row.prefix and f.batch.micro_batch == row.micro_batch), default=float("inf"))
 
     def _any_shard(self, row: Row) -> Shard:
         """A shard choice whose own collectives cost least: no gathering inside the passes, the default order."""
@@ -304,43 +338,32 @@ class Search:
         self.books.by_bound += number
         self.books.weakest = min(self.books.weakest, bound)
 
-    def _paths_bound(self, row: Row, batch: Batch, sample: Column) -> float:
+    def _paths_bound(self, row: Row, batch: Batch) -> float:
         """The bound of kept path weights; where a shape has none yet, those of this core's own linear program."""
-        column = Column(self.job, self.space.layout(row.prefix, batch, self._any_shard(row)), sample.modes, self.store)
-        paths = column.paths
+        column = Column(self.job, self.space.layout(row.prefix, batch, self._any_shard(row)), self.modes, self.store)
+        paths, plain = column.paths, self._plain_units(row, batch)
         if not paths.duals:
-            bound = bounds.improve(paths, column.units, self.totals, column.transfer, column, rounds=1)
+            bound = bounds.improve(paths, plain, self.totals, column.transfer, column, rounds=1)
             if self.step(bound) >= self.fastest * 0.97:
-                bounds.improve(paths, column.units, self.totals, column.transfer, column)
-        return float(self.step(max(bounds.dual(paths, w, column.units, self.totals, column.transfer) for w in paths.duals)))
+                bounds.improve(paths, plain, self.totals, column.transfer, column)
+        return float(self.step(max(bounds.dual(paths, w, plain, self.totals, column.transfer) for w in paths.duals)))
 
-    def _columns(self, cores: list[Core], gap: float) -> list[tuple[float, Core, Shard]]:
-        columns = []
-        for core in cores:
-            for shard in self.space.columns_of(self.rows[core.row].prefix, core.batch):
-                columns.append((self._column_bound(core, shard), core, shard))
-        columns.sort(key=lambda c: (c[0], c[1].row, c[1].batch.vpp, c[1].batch.schedule, c[2].zero, c[2].dp_shard, c[2].order))
-        return self._solve(columns, gap)
-
-    def _column_bound(self, core: Core, shard: Shard) -> float:
-        """The core's bound; the mean rank's work with its own gradient reduction and optimizer; path weights with the optimizer at the
-        ends, and with the recompute that memory makes necessary. Passes are priced without ZeRO's collectives here."""
+    def _column_bound(self, core: Core, shard: Shard, known: float) -> float:
+        """The mean rank's work with its own gradient reduction and optimizer; path weights with the optimizer at the ends, and with the
+        recompute that memory makes necessary. Passes are priced without ZeRO's collectives here. Infinite: it does not fit."""
         row = self.rows[core.row]
         column, fitting = self.column(row.prefix, core.batch, shard)
-        if row.prefix.pp == 1:
-            result = solve_column(column, fitting, self.policies(core.batch, row.prefix), self.fastest, core.bound, self.totals)
-            self._early[core.row, core.batch, shard] = result
-            return result.bound
         plain = self._plain_units(row, core.batch)
         work = bounds.work(plain, self.totals, row.microbatches, row.prefix.pp)
-        bound = max(core.bound, float(self.step(work + column.mean_ends)))
-        paths = column.paths
+        bound = max(known, float(self.step(work + column.mean_ends))) if core.batch.schedule not in PAIRED else known
+        if row.prefix.pp == 1:
+            return bound
         for room in (None, True):
             if bound >= self.fastest * (1 - PROVED):
                 break
             lines = fitting.room() if room else None
-            for weights in paths.duals:
-                value = bounds.dual(paths, weights, plain, self.totals, column.transfer, column.layer_update, lines)
+            for weights in column.paths.duals:
+                value = bounds.dual(column.paths, weights, plain, self.totals, column.transfer, column.layer_update, lines)
                 bound = max(bound, float(self.step(value)))
         return bound
 
@@ -348,39 +371,20 @@ class Search:
         """Unit seconds in all modes without what ZeRO adds."""
         return units(self.job, self.space.layout(row.prefix, batch, self._any_shard(row)), self.modes)
 
-    def _solve(self, columns: list[tuple[float, Core, Shard]], gap: float) -> list[tuple[float, Core, Shard]]:
-        """Solve columns whose bound is below the answer, in order; those left are returned."""
-        for place, (bound, core, shard) in enumerate(columns):
-            if bound >= self.fastest * (1 - gap):
-                return [c for c in columns[place:] if not self._unfit(*c)]
-            self._solve_one(bound, core, shard)
-        return []
-
-    def _unfit(self, bound: float, core: Core, shard: Shard) -> bool:
-        """Books a column whose bound says that it cannot hold the layers."""
-        if np.isfinite(bound):
-            return False
-        self._early.pop((core.row, core.batch, shard), None)
-        self.books.by_memory += 1
-        return True
-
-    def _solve_one(self, bound: float, core: Core, shard: Shard) -> None:
+    def _solve_one(self, bound: float, core: Core, shard: Shard, gap: float) -> None:
         row = self.rows[core.row]
-        result = self._early.pop((core.row, core.batch, shard), None)
-        if result is None:
-            column, fitting = self.column(row.prefix, core.batch, shard)
-            result = solve_column(column, fitting, self.policies(core.batch, row.prefix), self.fastest, bound, self.totals)
+        column, fitting = self.column(row.prefix, core.batch, shard)
+        result = solve_column(column, fitting, self.policies(core.batch, row.prefix), self.fastest, bound, self.totals, gap)
         self.books.programs += result.programs
         self.books.cuts += result.cuts
         if result.unfit:
             self.books.by_memory += 1
-            return
-        if result.cut:
+        elif result.cut:
             self._cut(max(bound, result.bound), 1)
-            return
-        self.books.solved += 1
-        self.books.weakest = min(self.books.weakest, max(bound, result.bound))
-        self._keep(result.answer, row.prefix, core.batch, shard)
+        else:
+            self.books.solved += 1
+            self.books.weakest = min(self.books.weakest, max(bound, result.bound))
+            self._keep(result.answer, row.prefix, core.batch, shard)
 
     # -- what fits at all -------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ def solve_column(
     limit: float,
     floor: float,
     totals: npt.NDArray[np.int64],
+    gap: float = PROVED,
     largest: int = 300,
 ) -> Result:
     """The best choice of a column, or the knowledge that none beats ``limit`` seconds. ``floor``: a bound already known; ``largest``: most
@@ -47,7 +48,7 @@ def solve_column(
     unfit = cut = True
     for policy in policies:
         bar = min(limit, total.answer.seconds if total.answer else limit)
-        one = _solve(column, fitting, policy, bar, floor, totals, largest)
+        one = _solve(column, fitting, policy, bar, floor, totals, gap, largest)
         unfit = unfit and one.unfit
         total.bound = min(total.bound, one.bound)
         total.programs, total.cuts = total.programs + one.programs, total.cuts + one.cuts
@@ -59,14 +60,14 @@ def solve_column(
 
 
 def _solve(
-    column: Column, fitting: Fitting, policy: Policy, limit: float, floor: float, totals: npt.NDArray[np.int64], largest: int
+    column: Column, fitting: Fitting, policy: Policy, limit: float, floor: float, totals: npt.NDArray[np.int64], gap: float, largest: int
 ) -> Result:
     if column.chunks == 1:
         return _single(column, fitting, policy)
     if not _can_hold(column, fitting, policy):
         return Result(None, float("inf"), unfit=True)
-    bound = max(floor, path_bound(column, fitting, totals))
-    if bound >= limit * (1 - PROVED):
+    bound = max(floor, path_bound(column, fitting, policy, totals))
+    if bound >= limit * (1 - gap):
         return Result(None, bound, unfit=not np.isfinite(bound), cut=True)
     start = quick(column, fitting, [policy])
     bar = min(limit, start.seconds if start else limit)
@@ -75,6 +76,8 @@ def _solve(
         if split is None:
             return Result(start, bar)
         bound = max(bound, column.step(split.bound))
+        if bound >= limit * (1 - gap):
+            return Result(start, bound)
         mixes = [m for m in (_mix(fitting, policy, rank, split.counts) for rank in range(column.layout.pp)) if m is not None]
         if len(mixes) == column.layout.pp:
             seconds = column.step(column.simulate(mixes).seconds)
@@ -85,8 +88,8 @@ def _solve(
             return Result(start, bound)
     else:
         bounds.improve(column.paths, column.units, totals, column.transfer, column)
-        bound = max(bound, path_bound(column, fitting, totals))
-        if bound >= bar * (1 - PROVED):
+        bound = max(bound, path_bound(column, fitting, policy, totals))
+        if bound >= bar * (1 - gap):
             return Result(start, bound)
     patterns = _patterns(column, fitting, policy, bar)
     if patterns is None:
@@ -94,7 +97,7 @@ def _solve(
     if sum(map(len, patterns)) > largest:
         return Result(start, bound)
     program = Program([Block(column, fitting, policy, patterns)], bar)
-    answer = program.solve(floor=bound, nodes=2000)
+    answer = program.solve(floor=bound, nodes=2000, rounds=60 if gap <= PROVED else 6)
     if answer is None:
         return Result(start, max(bound, bar), programs=1, cuts=program.cuts)
     if start is not None and start.seconds < answer.seconds:
@@ -102,10 +105,13 @@ def _solve(
     return Result(answer, max(bound, answer.bound), programs=1, cuts=program.cuts)
 
 
-def path_bound(column: Column, fitting: Fitting, totals: npt.NDArray[np.int64]) -> float:
-    """The best dual bound of a column, its own ends and the recompute that memory makes necessary counted."""
-    paths, lines = column.paths, fitting.room()
-    values = (bounds.dual(paths, w, column.units, totals, column.transfer, column.layer_update, lines) for w in paths.duals)
+def path_bound(column: Column, fitting: Fitting, policy: Policy, totals: npt.NDArray[np.int64]) -> float:
+    """The best dual bound of a column under a policy, its own ends and the recompute that memory makes necessary counted."""
+    paths, lines, seconds = column.paths, fitting.room(), column.units
+    if not policy.free and not policy.block:
+        seconds = seconds.only(policy.mode)
+        lines = lines.only(policy.mode)
+    values = (bounds.dual(paths, w, seconds, totals, column.transfer, column.layer_update, lines) for w in paths.duals)
     return column.step(max(values, default=0.0))
 
 

@@ -170,7 +170,8 @@ class Space:
         self._memo: dict[tuple[str, tuple[Any, ...]], bool] = {}
         self._rules: dict[tuple[frozenset[str], frozenset[str]], list[Rule]] = {}
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
-        self._counts: dict[tuple[Any, ...], int] = {}
+        self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
+        self._crossed: dict[tuple[str, bool, int], bool] = {}
         self._batches: dict[tuple[int, int, int], tuple[Batch, ...]] = {}
         self._allowed: dict[tuple[str, Any], bool] = {}
 
@@ -309,19 +310,22 @@ class Space:
     def shards(self, prefix: Prefix) -> tuple[Shard, ...]:
         """ZeRO, the split of dp, order, dispatcher and offload that go with a prefix."""
         if prefix not in self._shards:
-            self._shards[prefix] = tuple(self._shard_choices(prefix))
+            choices = self._legal_orders(prefix), self._dispatchers(prefix), self._offloads()
+            self._shards[prefix] = tuple(self._shard_choices(prefix, *choices))
         return self._shards[prefix]
 
-    def _shard_choices(self, prefix: Prefix) -> Iterator[Shard]:
+    def _shard_choices(
+        self, prefix: Prefix, orders: Sequence[str], dispatchers: Sequence[str], offloads: Sequence[tuple[str, ...]]
+    ) -> Iterator[Shard]:
         known = frozenset(("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp"))
         base = {f: getattr(prefix, f) for f in ("tp", "cp", "cp_kind", "pp", "dp", "ep", "etp", "sp")}
         new = frozenset(("dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload"))
         for replicate, shard, zero in self._sharding(prefix):
             if not (self.allowed("dp_replicate", replicate) and self.allowed("dp_shard", shard) and self.allowed("zero", zero)):
                 continue
-            for order in self._orders(prefix):
-                for dispatcher in self._dispatchers(prefix):
-                    for offload in self._offloads():
+            for order in orders:
+                for dispatcher in dispatchers:
+                    for offload in offloads:
                         chosen = _Chosen(
                             **base,
                             dp_replicate=replicate,
@@ -402,10 +406,33 @@ class Space:
         """How many columns complete a core."""
         if any(len(e) > 1 for e in self.excluded):
             return len(self.columns_of(prefix, batch))
-        key = (prefix, batch.schedule)
-        if key not in self._counts:
-            self._counts[key] = len(self.columns_of(prefix, batch))
-        return self._counts[key]
+        pp = prefix.pp > 1
+        splits = self._splits((prefix.tp, prefix.cp, pp, prefix.dp, prefix.ep * prefix.etp), prefix)
+        others = len(self._legal_orders(prefix)) * len(self._dispatchers(prefix)) * len(self._offloads())
+        return others * sum(number for zero, (number, sample) in splits.items() if self._goes(prefix, batch, zero, sample))
+
+    def _splits(self, key: tuple[Any, ...], prefix: Prefix) -> dict[int, tuple[int, Shard]]:
+        """Splits of dp by ZeRO stage: how many are legal, and one of them. They depend on ``key`` alone."""
+        if key not in self._split_memo:
+            found: dict[int, tuple[int, Shard]] = {}
+            order = self._legal_orders(prefix)
+            if order:
+                for shard in self._shard_choices(prefix, order[:1], self._dispatchers(prefix)[:1], self._offloads()[:1]):
+                    found[shard.zero] = (found.get(shard.zero, (0, shard))[0] + 1, found.get(shard.zero, (0, shard))[1])
+            self._split_memo[key] = found
+        return self._split_memo[key]
+
+    def _goes(self, prefix: Prefix, batch: Batch, zero: int, sample: Shard) -> bool:
+        key = (batch.schedule, prefix.pp > 1, zero)
+        if key not in self._crossed:
+            self._crossed[key] = self.compatible(prefix, batch, sample)
+        return self._crossed[key]
+
+    def _legal_orders(self, prefix: Prefix) -> list[str]:
+        """Orders that no rule forbids and that place ranks differently."""
+        known = frozenset(("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp"))
+        base = {f: getattr(prefix, f) for f in ("tp", "cp", "cp_kind", "pp", "dp", "ep", "etp", "sp")}
+        return [o for o in self._orders(prefix) if self._legal(_Chosen(**base, order=o), known, frozenset(("order",)))]
 
     def layout(self, prefix: Prefix, batch: Batch, shard: Shard, stages: tuple[int, ...] = (), recompute: str = "none") -> Layout:
         """The column as a Layout, with a choice of stages and recompute."""
