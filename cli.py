@@ -309,7 +309,9 @@ def pairs_of(name: str, given: tuple[str, ...]) -> dict[str, str]:
     return dict(p.split("=", 1) for p in given)
 
 
-@command("import", "axisplan import --from megatron train.sh --gpus 64\naxisplan import --from torchtitan config.py --gpus 64 --json")
+@command(
+    "import", "axisplan import --from megatron train.sh --gpus 64\naxisplan import --from torchtitan config.py --gpus 64 --json"
+)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--from", "source", type=click.Choice(("megatron", "torchtitan", "deepspeed", "accelerate")), required=True)
 @click.option("--gpus", type=Tokens(), help="GPUs it runs on, where the file does not say.")
@@ -324,8 +326,56 @@ def import_command(file: Path, source: str, gpus: int | None, as_json: bool) -> 
         return
     for note in found.notes:
         click.echo(f"note: {note}", err=True)
-    click.echo(found.layout.text())
+    click.echo(found.layout_text)
     click.echo(found.next_command(), err=True)
+
+
+@command("verify", "axisplan verify plan.json\naxisplan verify plan.json --json")
+@click.argument("plan", type=click.Path(path_type=Path))
+@as_json
+def verify(plan: Path, as_json: bool) -> None:
+    """Before a launch: is the plan whole, legal, does it fit, and does the real program of its worst stage agree? Exit code 0 to 3."""
+    from planner.dryrun import show
+    from planner.dryrun.report import verify as verify_plan
+    from planner.plan import Plan
+    from planner.screen import console
+
+    document = verify_plan(Plan.load(plan))
+    if as_json:
+        show_json(document)
+    else:
+        show.show_verify(console(), document)
+    raise click.exceptions.Exit(document["exit_code"])
+
+
+@command("dry-run", "axisplan dry-run plan.json --stage 0 --strict\naxisplan dry-run plan.json --module mymodel:build")
+@click.argument("plan", type=click.Path(path_type=Path), required=False)
+@click.option("--plan", "plan_option", type=click.Path(path_type=Path), help="The plan, as an option.")
+@click.option("--rank", type=int, help="The rank to trace (default: the first of the stage with the highest predicted peak).")
+@click.option("--stage", type=int, help="Trace the first rank of this pipeline rank.")
+@click.option("--all-stages", is_flag=True, help="Trace one rank of every stage; stages that are alike once.")
+@click.option(
+    "--steps", type=click.IntRange(1, 100), default=2, show_default=True, help="Training steps; the last one is reported."
+)
+@click.option(
+    "--module", metavar="PACKAGE.MODULE:FUNCTION", help="Trace the module that this function builds instead of the plan's model."
+)
+@click.option("--strict", is_flag=True, help="Exit code 1 where formula and program differ beyond the tolerances.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw memory over the step.")
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a trace for Perfetto or chrome://tracing.")
+@as_json
+def dry_run(plan: Path | None, plan_option: Path | None, as_json: bool, **options: Any) -> None:
+    """One rank of the plan's real program, in a world of any size, without GPUs: memory, FLOPs, collectives, against the formulas."""
+    from planner.dryrun.command import run_command
+    from planner.plan import Plan
+
+    path = plan or plan_option
+    if path is None:
+        raise InputError("plan", "", "name a plan file", "axisplan dry-run plan.json")
+    documents, code = run_command(Plan.load(path), not as_json, **options)
+    if as_json:
+        show_json(documents[0] if len(documents) == 1 else {"stages": documents})
+    raise click.exceptions.Exit(code)
 
 
 @command("run", "axisplan run plan.json --data notes.txt --steps 100")
@@ -510,9 +560,7 @@ def profile_layer(what: str, device: str, processes: int | None, seconds: float,
 @click.argument("log", type=click.Path(path_type=Path))
 @click.option("--plan", type=click.Path(path_type=Path), required=True, help="The plan that was run.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Add the row to this runs.csv.")
-@click.option(
-    "--id", "identity", default="", help="The row's id (default: from model and layout); a row of the same id is replaced."
-)
+@click.option("--id", "identity", default="", help="The row's id (default: a hash of the plan); a row of the same id is replaced.")
 @click.option("--warmup", type=click.IntRange(0), help="Lines to leave out at the start (default: a third, at most 10).")
 @as_json
 def measure(log: Path, plan: Path, out: Path | None, identity: str, warmup: int | None, as_json: bool) -> None:

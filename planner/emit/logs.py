@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.runs import read_rows
-from planner.plan import Plan
+from planner.plan import Plan, digest
 from profiles.errors import InputError
 from profiles.files import write_text
 from profiles.model import LatentAttention, Mlp, Moe
@@ -264,5 +264,5 @@ def measure(
     if "CUDA_LAUNCH_BLOCKING=1" in text:
         note = "; ".join(filter(None, (note, "CUDA_LAUNCH_BLOCKING=1: launches block")))
         found = replace(found, form=f"{found.form} (blocking launches)")
-    name = identity or f"{plan.model['name']}-{plan.layout_object.world}-{plan.inputs['job'][:8]}-{plan.layout_text}"
+    name = identity or f"run-{digest([plan.inputs, plan.layout_text])[:12]}"
     return row_of(plan, found, identity=name, source="axisplan measure", note=note), found
