@@ -10,21 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import flop_registry
 
 from planner.runtime.attention_blocks import pairs
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective: axis, kind, bytes, ranks of its group, and the phase it ran in."""
+    """One collective: axis, kind, bytes, ranks of its group, the phase it ran in and when on the trace's clock."""
 
     axis: str
     kind: str
     bytes: int
     ranks: int
     phase: str
+    clock: int
 
 
 def _mm(a: Tensor, b: Tensor) -> int:
@@ -53,7 +59,20 @@ def flops_of(name: str, args: Any, out: Any) -> tuple[str, int] | None:
         case "axisplan::attend_backward":
             _, q, _, v, _, _, _, _, q_spans, k_spans, window, chunk, _ = args
             return "attention", _attention(q, v, q_spans, k_spans, window, chunk) * 5 // 2
+    if name in ATTENTION:
+        return "attention", int(flop_registry[ATTENTION[name]](*args, out_val=out))
     return None
+
+
+ATTENTION: dict[str, Any] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
+    "aten::_scaled_dot_product_flash_attention": aten._scaled_dot_product_flash_attention,
+    "aten::_scaled_dot_product_efficient_attention": aten._scaled_dot_product_efficient_attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": aten._scaled_dot_product_flash_attention_backward,
+    "aten::_scaled_dot_product_flash_attention_backward": aten._scaled_dot_product_flash_attention_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": aten._scaled_dot_product_efficient_attention_backward,
+}
+"""PyTorch's own attention operations (user modules) -> the one whose FLOPs torch knows: every query against every key."""
 
 
 KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -71,15 +90,28 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
 """c10d operation -> kind, and the arguments whose largest is the full buffer."""
 
 
-def call_of(name: str, args: Any, axis_of: Callable[[tuple[int, ...]], str], phase: str) -> Call | None:
-    """The collective that a c10d operation is; None where nothing is sent (a receive, a barrier)."""
-    found = KINDS.get(name.removeprefix("c10d::"))
-    if found is None:
+FUNCTIONAL = {
+    "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all", "broadcast": "broadcast",
+}  # fmt: skip
+"""Functional collectives (DTensor's) -> kind. Their full buffer is the larger of what goes in and comes out."""
+
+
+def call_of(name: str, args: Any, out: Any, axis_of: Callable[[tuple[int, ...]], str], phase: str, clock: int) -> Call | None:
+    """The collective that an operation is; None where nothing is sent (a receive, a barrier, a wait)."""
+    space, _, operation = name.partition("::")
+    if space == "c10d" and operation in KINDS:
+        kind, places = KINDS[operation]
+        group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, ScriptObject) and "ProcessGroup" in str(a._type()))
+        size = max(_bytes(args[i]) for i in places)
+    elif space == "_c10d_functional" and operation in FUNCTIONAL:
+        kind = FUNCTIONAL[operation]
+        group = _resolve_process_group(next(a for a in reversed(args) if isinstance(a, str)))
+        size = max(_bytes(args[0]), _bytes(out))
+    else:
         return None
-    kind, places = found
-    group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, ScriptObject) and "ProcessGroup" in str(a._type()))
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Call(axis_of(ranks), kind, max(_bytes(args[i]) for i in places), len(ranks), phase)
+    return Call(axis_of(ranks), kind, size, len(ranks), phase, clock)
 
 
 def _bytes(value: Any) -> int:

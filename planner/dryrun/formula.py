@@ -114,7 +114,11 @@ def stage_weights(job: Job, layout: Layout, stage: int) -> Iterator[tuple[Weight
     """(weight, elements on the rank before ZeRO, held at both ends of the pipeline) of everything a rank holds."""
     for unit, times in stage_units(job, layout, stage):
         for weight in tensors(job).units[unit]:
-            ends = job.model.tied and weight.name in ("embedding", "head") and layout.rank_of_chunk(0) != layout.rank_of_chunk(layout.chunks - 1)
+            ends = (
+                job.model.tied
+                and weight.name in ("embedding", "head")
+                and layout.rank_of_chunk(0) != layout.rank_of_chunk(layout.chunks - 1)
+            )
             yield weight, float(weight.local(layout, job.execution)) * times, ends
 
 

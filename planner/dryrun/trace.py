@@ -25,6 +25,10 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary"
 """``gathered``: whole parameters that ZeRO-3 brings together; ``buffers``: batch, tables, transfers."""
 
 
+FINENESS = 0.005
+"""Share of the peak by which memory must change to be drawn."""
+
+
 @dataclass
 class Span:
     """A piece of work on the trace's clock (operations done): ``F0.3`` is chunk 0's forward of microbatch 3."""
@@ -37,7 +41,7 @@ class Span:
 @dataclass
 class Record:
     """What a step did. ``peaks``: bytes by category at the fullest moment; ``kept``: most activations alive between two actions;
-    ``curve``: (operation, bytes alive) at each new high or low of an action."""
+    ``curve``: (operation, bytes alive by category), where an action begins or memory has changed visibly."""
 
     peak_bytes: int = 0
     peak_at: str = ""
@@ -62,6 +66,9 @@ class Tracer(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
         self.total = 0
         self.phase, self.category = "build", "buffers"
+        self.failed = ""
+        """The operation that raised last."""
+        self._drawn = 0
         self._known: dict[int, list[Any]] = {}
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -98,6 +105,9 @@ class Tracer(TorchDispatchMode):
 
     def _look(self, name: str) -> None:
         record = self.record
+        if abs(self.total - self._drawn) > record.peak_bytes * FINENESS:
+            self._drawn = self.total
+            record.curve.append((record.operations, {c: self.bytes[c] for c in CATEGORIES}))
         if self.total > record.peak_bytes:
             record.peak_bytes, record.peak_at, record.peak_clock = self.total, f"{self.phase}: {name}", record.operations
             record.at_peak = {c: self.bytes[c] for c in CATEGORIES}
@@ -160,6 +170,7 @@ class Tracer(TorchDispatchMode):
         if answer is not None and any(isinstance(a, FakeTensor) for a in args):
             out = answer(*args, **kwargs)
         else:
+            self.failed = func.__name__
             out = func(*args, **kwargs)
         record = self.record
         record.operations += 1
@@ -174,8 +185,8 @@ class Tracer(TorchDispatchMode):
         if (flops := flops_of(name, args, out)) is not None:
             kind, number = flops
             record.flops[kind] += number
-        if name.startswith("c10d::"):
-            call = call_of(name, args, self.axis_of, self.phase)
+        if "c10d" in name:
+            call = call_of(name, args, out, self.axis_of, self.phase, record.operations)
             if call is not None:
                 record.calls.append(call)
         return out
@@ -192,6 +203,7 @@ def _bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
 HOST_READS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense.default: _answered,
     torch.ops.aten.bincount.default: _bincount,
+    torch.ops._c10d_functional.wait_tensor.default: lambda x: x,  # its fake kernel would allocate
 }
 """Operations whose result depends on data, and what stands for it: 1 for a number, a histogram of the least length."""
 

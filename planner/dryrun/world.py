@@ -108,7 +108,10 @@ def program(job: Job, layout: Layout, rank: int) -> Iterator[Trainer]:
     """
     if job.execution.name != "axisplan":
         raise InputError(
-            "execution", job.execution.name, "the dry run traces this repository's runtime: plan with --execution axisplan", "axisplan"
+            "execution",
+            job.execution.name,
+            "the dry run traces this repository's runtime: plan with --execution axisplan",
+            "axisplan",
         )
     if job.precision not in PRECISIONS:
         raise InputError("precision", job.precision, f"the runtime trains in {' or '.join(PRECISIONS)}", "bf16")
