@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import ValidationError
 
 from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout, even_split, nearest_divisor
 from profiles.errors import InputError
 from profiles.hardware import load_cluster
-from profiles.model import Attention, FeedForward, LatentAttention, Layer, Mlp, ModelSpec, Moe
+from profiles.model import MAX_LAYERS, Attention, FeedForward, LatentAttention, Layer, Mlp, ModelSpec, Moe, Spec
 
 Row = Mapping[str, str]
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
@@ -128,10 +129,10 @@ def to_run(row: Row) -> Run:
     judged = step is not None and grade in ("", "A") and row.get("time_ok", "yes") in ("", "yes")
     judged = judged and (row.get("step_quality", "") or JUDGED_QUALITY[0]) in JUDGED_QUALITY
     setting = tuple(row.get(column, "") for column in SETTING)
-    memory = row.get("measured_peak_mem_GiB", "")
+    memory = _positive(row, "measured_peak_mem_GiB") if row.get("measured_peak_mem_GiB") else None
     return Run(
         row["id"], row.get("source", ""), (row.get("source", ""), row.get("model_name", ""), name), setting, job, layout,
-        step, float(memory) if memory else None, figure, judged, grade, tuple(guessed),
+        step, memory, figure, judged, grade, tuple(guessed),
     )  # fmt: skip
 
 
@@ -252,6 +253,8 @@ def _precision(row: Row, guessed: list[str]) -> str:
 
 def _model(row: Row, facts: Mapping[str, Any]) -> ModelSpec:
     hidden, heads, layers = _count(row, "hidden"), _count(row, "heads"), _count(row, "layers")
+    if layers > MAX_LAYERS:
+        raise InputError("layers", layers, f"at most {MAX_LAYERS}", MAX_LAYERS)
     gated = facts.get("gated", row.get("gated_mlp", "1") != "0")
     bias = bool(facts.get("bias", False))
     activation = facts.get("activation", "silu" if gated else "gelu")
@@ -268,8 +271,8 @@ def _model(row: Row, facts: Mapping[str, Any]) -> ModelSpec:
     ffn: FeedForward = dense
     experts = _number(row, "experts", 0)
     if experts:
-        ffn = Moe(
-            experts=experts, top_k=_number(row, "topk", 1), width=_number(row, "moe_ffn_hidden", width), gated=gated, bias=bias,
+        ffn = _valid(
+            Moe, experts=experts, top_k=_number(row, "topk", 1), width=_number(row, "moe_ffn_hidden", width), gated=gated, bias=bias,
             activation=activation, shared_width=_number(row, "shared_expert_ffn", 0),
             groups=facts.get("groups", 1), top_groups=facts.get("top_groups", 1),
         )  # fmt: skip
@@ -283,13 +286,27 @@ def _model(row: Row, facts: Mapping[str, Any]) -> ModelSpec:
         kinds.append(Layer(mixer=mixer.model_copy(update={"window": facts["window"]}), ffn=ffn))
         pattern = [len(kinds) - 1 if i % facts.get("window_every", 1) == 0 else k for i, k in enumerate(pattern)]
     positions = facts.get("learned_positions", 0)
-    return ModelSpec(
+    return _valid(
+        ModelSpec,
         name=row.get("model_name", "") or row["id"], hidden=hidden, vocab=_count(row, "vocab"),
         kinds=tuple(kinds), pattern=tuple(pattern), tied=bool(facts.get("tied", False)),
         norm=facts.get("norm", "rms"), norm_bias=facts.get("norm") == "layer",
         learned_positions=_count(row, "seq_len") if positions == "seq_len" else positions,
         embedding_norm=bool(facts.get("embedding_norm", False)), mtp=facts.get("mtp", 0),
     )  # fmt: skip
+
+
+S = TypeVar("S", bound=Spec)
+
+
+def _valid(kind: type[S], **fields: Any) -> S:
+    """The record, or an InputError that says what is wrong with it."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or kind.__name__.lower()
+        raise InputError(name, str(first.get("input", ""))[:60], first["msg"].removeprefix("Value error, ")) from None
 
 
 # -- the layout -----------------------------------------------------------------------------------------------------------
@@ -311,7 +328,10 @@ def _layout(row: Row, facts: Mapping[str, Any], model: ModelSpec, guessed: list[
     if pp > 1 and not row.get("vp") and "vpp" not in facts and "interleaved" in row.get("schedule", ""):
         guessed.append("vp 1")
     etp = tp if facts.get("etp") == "tp" and not row.get("etp") else _number(row, "etp", 1)
+    _check_degrees(model, _count(row, "seq_len"), tp, pp * vpp, cp, ep)
     stage = tp * cp * dp
+    if stage % etp:
+        raise InputError("etp", etp, f"must divide tp*cp*dp = {stage}", nearest_divisor(stage, etp))
     if stage % (etp * ep):
         near = nearest_divisor(stage // etp, ep)
         guessed.append(f"ep {near}: the printed {ep} does not divide the {stage} ranks of a stage")
@@ -328,6 +348,24 @@ def _layout(row: Row, facts: Mapping[str, Any], model: ModelSpec, guessed: list[
     )  # fmt: skip
     layout.check_products(gpus)
     return layout
+
+
+def _check_degrees(model: ModelSpec, seq_len: int, tp: int, chunks: int, cp: int, ep: int) -> None:
+    """What the operations need to be whole; everything else is legality's business."""
+    mixer = model.attention
+    if mixer is not None and mixer.heads % tp:
+        raise InputError("tp", tp, f"must divide the {mixer.heads} heads", nearest_divisor(mixer.heads, tp))
+    for kind in model.kinds:
+        widths = [kind.ffn.width] if kind.ffn else []
+        widths += [kind.ffn.shared_width] if isinstance(kind.ffn, Moe) and kind.ffn.shared_width else []
+        if widths and min(widths) < tp:
+            raise InputError("ffn_hidden", min(widths), f"leaves nothing for each of tp = {tp}", tp)
+    if seq_len % cp or seq_len // cp < tp:
+        raise InputError("cp", cp, f"must divide the {seq_len} tokens of a sequence, and leave one for each of tp = {tp}")
+    if model.moe is not None and model.moe.experts % ep:
+        raise InputError("ep", ep, f"must divide the {model.moe.experts} experts", nearest_divisor(model.moe.experts, ep))
+    if chunks > 2 * MAX_LAYERS:
+        raise InputError("pp*vpp", chunks, f"at most {2 * MAX_LAYERS} chunks")
 
 
 def _zero(row: Row, guessed: list[str]) -> int:
@@ -359,5 +397,6 @@ def _stages(facts: Mapping[str, Any], layers: int, chunks: int) -> tuple[int, ..
         if sum(counts) != layers or len(counts) != chunks:
             raise InputError("stages", str(given), f"must spread {layers} layers over {chunks} chunks")
         return counts
-    ends = facts.get("ends", 0)
-    return even_split(layers, chunks, ends, ends) if ends and chunks > 1 else ()
+    ends = facts.get("ends", 0) if chunks > 1 else 0
+    counts = even_split(layers, chunks, ends, ends)
+    return counts if ends and min(counts) >= 0 else ()

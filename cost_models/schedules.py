@@ -30,6 +30,8 @@ import numpy.typing as npt
 from profiles.errors import InputError
 
 KINDS = ("F", "B", "W", "BW")
+MOST = 1 << 22
+"""Forwards of the longest table that is written out. Longer steps are extrapolated, where their steady state is found."""
 Rows = npt.NDArray[np.int64]
 """Actions as rows of (index of the kind in ``KINDS``, microbatch, chunk, paired)."""
 
@@ -96,6 +98,9 @@ def period(schedule: str, pp: int, vpp: int, microbatches: int) -> int:
 def order_rows(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[Rows, ...]:
     """The order of every rank as an array of rows. Raises InputError where the schedule cannot run (``check_schedule``)."""
     check_schedule(schedule, pp, vpp, microbatches)
+    if pp * vpp * microbatches > MOST:
+        most = max(1, MOST // (pp * vpp))
+        raise InputError("microbatches", microbatches, f"a table of {pp} ranks with {vpp} chunks each is walked up to {most}", most)
     return tuple(_ORDERS[schedule](rank, pp, vpp, microbatches) for rank in range(pp))
 
 

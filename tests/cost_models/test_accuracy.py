@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -207,6 +208,40 @@ def test_a_bad_cell_is_named(cell: str, value: str, field: str) -> None:
     scores = regress(runs_, skipped)
     assert not scores.predictions
     assert field in scores.skipped[0].why
+
+
+def test_no_cell_whatever_it_holds_is_a_traceback() -> None:
+    rng = random.Random(11)
+    junk = [
+        "",
+        "0",
+        "-1",
+        "abc",
+        "1e9",
+        "3",
+        "7",
+        "0.5",
+        "nan",
+        "inf",
+        "99999999999",
+        "fp4",
+        "none",
+        "full",
+        "selective:foo",
+        "B300",
+        "zb-v",
+        "64",
+    ]
+    columns = [name for name in rows()[0] if name != "id"]
+    broken = []
+    for _ in range(120):
+        one = dict(rng.choice(rows()))
+        for _ in range(rng.randint(1, 3)):
+            one[rng.choice(columns)] = rng.choice(junk)
+        broken.append(one)
+    found = regress(*load_runs(broken))
+    assert len(found.predictions) + len(found.skipped) == len(broken)
+    assert all(skip.why for skip in found.skipped)
 
 
 def test_an_unknown_framework_is_guessed_and_said() -> None:
