@@ -161,7 +161,7 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, tokens), self.rotary(k, tokens)
-        return self.o_proj(self.core(q, k, v, tokens, *self.rule).view(s, b, -1))
+        return self.o_proj(self.core(q, k, v, tokens, *self.rule).flatten(2))
 
 
 def _vector(width: int, facts: dict[str, Any]) -> Block:

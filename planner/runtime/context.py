@@ -140,7 +140,7 @@ class _TokensForHeads(torch.autograd.Function):
 
 def _heads_for_tokens(x: Tensor, axis: Axis) -> Tensor:
     s, b, h, d = x.shape
-    parts = x.view(s, b, axis.size, h // axis.size, d).permute(2, 0, 1, 3, 4).reshape(axis.size * s, b, h // axis.size, d)
+    parts = x.reshape(s, b, axis.size, h // axis.size, d).permute(2, 0, 1, 3, 4).reshape(axis.size * s, b, h // axis.size, d)
     return all_to_all(parts, axis)
 
 

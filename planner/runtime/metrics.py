@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-import resource
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+WATCHED = 2
+"""Steps whose allocations are recorded on a CPU: the second is the first that begins with the optimizer's state."""
 
 
 class Memory:
-    """Peak bytes of a rank since this object was made: the CUDA allocator's, or on a CPU the process's growth (peak resident set
-    size beyond what was resident before, which holds the interpreter and its libraries)."""
+    """Peak bytes that tensors of this rank took: the CUDA allocator's count; on a CPU those alive when a step begins and what the
+    step allocates beyond them, from the allocator's own events (the step is slower for it)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._before = _resident_bytes()
+        self._peak, self._left = 0, WATCHED
+
+    @contextmanager
+    def step(self) -> Iterator[bool]:
+        """Around a step; yields whether its allocations are recorded."""
+        if self.device.type == "cuda" or not self._left:
+            yield False
+            return
+        self._left -= 1
+        alive = live_bytes()
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            yield True
+        self._peak = max(self._peak, alive + most_allocated(profile))
 
     def peak(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self._before)
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else self._peak
 
     def peak_of_all(self) -> int:
         """The worst rank's peak."""
@@ -31,9 +47,22 @@ class Memory:
         return int(peak)
 
 
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
+def live_bytes() -> int:
+    """Bytes of every storage that a tensor of this process holds."""
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def most_allocated(profile: torch.autograd.profiler.profile) -> int:
+    """Most bytes allocated and not freed at once while the profile ran."""
+    assert profile.kineto_results is not None
+    events = [(e.start_ns(), e.nbytes()) for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    alive = most = 0
+    for _, size in sorted(events, key=lambda event: event[0]):
+        alive += size
+        most = max(most, alive)
+    return most

@@ -249,11 +249,14 @@ def run(
     with Stop() as stop:
         for number in range(done, settings.steps):
             start = time.perf_counter()
-            line: dict[str, Any] = {"step": number + 1, **trainer.step(number, trainer.batch(source, number), stop.asked)}
+            with memory.step() as watched:
+                line: dict[str, Any] = {"step": number + 1, **trainer.step(number, trainer.batch(source, number), stop.asked)}
             leave = line.pop("stop") > 0
             line["seconds"] = time.perf_counter() - start
             line["tokens_per_second"] = settings.seq_len * settings.global_batch / line["seconds"]
             line["peak_bytes"] = memory.peak_of_all()
+            if watched:
+                line["watched"] = True
             if layout.pp > 1:
                 line["stage_seconds"] = trainer.stage_seconds()
             if dist.get_rank() == 0:

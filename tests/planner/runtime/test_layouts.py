@@ -32,6 +32,7 @@ DENSE = [
     (4, "pp=2,dp=2,zero=3,schedule=dualpipe-v,micro_batch=1", "mqa"),
 ]  # fmt: skip
 CONTEXT = [
+    (4, "cp=4,cp_kind=ulysses,micro_batch=2", "gpt"),
     (2, "cp=2", "llama"), (2, "cp=2,cp_kind=ulysses", "mqa"), (2, "cp=2,cp_kind=allgather", "gpt"), (4, "cp=4", "gpt"),
     (4, "cp=4,cp_kind=ulysses", "mqa"), (4, "cp=4,cp_kind=ring2xulysses2", "llama"), (4, "tp=2,cp=2", "mqa"),
     (4, "cp=2,pp=2", "gpt"), (4, "cp=2,pp=2,cp_kind=ulysses,recompute=selective,schedule=zb-h1", "llama"),
