@@ -141,7 +141,7 @@ def planned(settings: DemoSettings, cluster: ClusterSpec, out: Console) -> Plan:
         global_batch=settings.global_batch,
         precision="fp32" if cluster.gpu.is_host else "bf16",
     )
-    plan = solve(PlanRequest(job, top=12, tie=0.0))
+    plan = solve(PlanRequest(job, top=12, tie=0.0, prove=True))
     path = settings.out / "plan.json"
     plan.save(path)
     screen.show_plan(out, plan, top=4)

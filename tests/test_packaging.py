@@ -54,7 +54,7 @@ def test_the_wheel_plans_in_an_environment_without_torch(wheel, tmp_path):
     assert absent.returncode != 0
     job = ["llama-3-8b", "--cluster", "h100-sxm:1x8", "--seq-len", "8k", "--global-batch", "64"]
     done = subprocess.run(
-        [str(tmp_path / "venv" / "bin" / "axisplan"), "plan", *job, "--json"],
+        [str(tmp_path / "venv" / "bin" / "axisplan"), "plan", *job, "--prove", "--json"],
         cwd=tmp_path,
         env=CLEAN,
         capture_output=True,
