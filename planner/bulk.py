@@ -198,8 +198,10 @@ def lower_bytes(job: Job, limits: Limits, rows: Ints, modes: tuple[RecomputeRule
                 else execution.reserved_ratio
             )
             out[at] = (state + (0.0 if offload else kept)) / pp * slack + beside
+            degrees.zero, degrees.offload = (1 if 1 in allowed else max(allowed)), ()
+            likely = np.asarray(states(job, degrees, held, trained).total)
             loss = head_operations(job, degrees)
             work = np.maximum(biggest, loss.saved_bytes + loss.transient)
-            plain[at] = ((state + full * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
-            tight[at] = ((state + kept * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
+            plain[at] = ((likely + full * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
+            tight[at] = ((likely + kept * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
     return out, plain, tight

@@ -167,7 +167,7 @@ class Search:
         _, plain, tight = self._bytes
         limit = self.job.limit_bytes
         over = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
-        hopes: npt.NDArray[np.float64] = self.row_bounds * (1 + idle) * (1 + over / 3) * np.where(tight > limit, 4.0, 1.0)
+        hopes: npt.NDArray[np.float64] = self.row_bounds * (1 + idle) * (1 + over / 3) * np.where(tight > limit, 1.4, 1.0)
         return hopes
 
     # -- books ------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class Search:
         for shard in self.space.columns_of(self.rows[core.row].prefix, core.batch):
             yield self._column_bound(core, shard, bound), 3, (core, shard)
 
-    def _first_answers(self, order: Sequence[int], families: int = 40, each: int = 12) -> None:
+    def _first_answers(self, order: Sequence[int], families: int = 60, each: int = 12) -> None:
         """Quick answers: one row of each family of degrees that looks fast, then more rows of the families that did best."""
         hopes = self._hopes()
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -317,7 +317,7 @@ class Search:
             fastest = min((self._row_answer(i, 1) for i in members[:2]), default=float("inf"))
             answers.append((fastest, place, members))
             waited = 0 if self.fastest < before * (1 - 1e-3) else waited + np.isfinite(fastest)
-            if waited >= 12:
+            if waited >= 16:
                 break
         for _, _, members in sorted(answers)[:3]:
             for i in members[:each]:
