@@ -11,6 +11,7 @@ from profiles.errors import InputError
 
 if TYPE_CHECKING:
     from cost_models.job import Job
+    from planner.objectives import Goal
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 EXECUTIONS = ("axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate")
@@ -31,6 +32,27 @@ class Tokens(click.ParamType):  # type: ignore[type-arg,unused-ignore]
             name = param.opts[-1] if param else "count"
             raise InputError(name, value, "must be a whole number of at least 1, k and M allowed", "8k")
         return int(digits) * scale
+
+
+class Batches(Tokens):
+    """Sequences a step, or a range of tokens a step to choose from (``4M..16M``), which stays text."""
+
+    name = "COUNT|LOW..HIGH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if ".." in str(value) else super().convert(value, param, ctx)
+
+
+class Several(Tokens):
+    """Counts with commas between: ``8,16,32``."""
+
+    name = "COUNT,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        read = super().convert
+        return tuple(read(part, param, ctx) for part in str(value).split(",") if part.strip())
 
 
 class Examples(click.Command):
@@ -70,20 +92,54 @@ def options(*added: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 
+training_options = options(
+    click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True),
+    click.option("--execution", default="axisplan", show_default=True, help=f"What will run it: {', '.join(EXECUTIONS)}."),
+    click.option("--set", "facts", multiple=True, metavar="execution.KEY=VALUE", help="Set one fact of the execution."),
+    click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, muon or sgd."),
+    click.option("--moe-imbalance", type=float, help="Max / mean tokens of an expert-parallel rank."),
+    click.option("--memory-limit", type=float, metavar="GIB", help="Usable device memory, instead of the GPU's."),
+    click.option("--margin", type=float, default=0.08, show_default=True, help="Share of usable memory kept free."),
+)
+
 job_options = options(
     click.argument("model"),
     click.option("--cluster", required=True, help="Built-in name such as h100-sxm:64x8 (64 nodes of 8), or a YAML file."),
     click.option("--gpus", type=Tokens(), help="Use this many GPUs of the cluster (default: all)."),
     click.option("--seq-len", type=Tokens(), required=True, help="Tokens a sequence (8k = 8192)."),
-    click.option("--global-batch", type=Tokens(), required=True, help="Sequences a step."),
-    click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True),
-    click.option("--execution", default="axisplan", show_default=True, help=f"What will run it: {', '.join(EXECUTIONS)}."),
-    click.option("--set", "facts", multiple=True, metavar="execution.KEY=VALUE", help="Set one fact of the execution."),
-    click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam8bit, muon or sgd."),
-    click.option("--moe-imbalance", type=float, help="Max / mean tokens of an expert-parallel rank."),
-    click.option("--memory-limit", type=float, metavar="GIB", help="Usable device memory, instead of the GPU's."),
-    click.option("--margin", type=float, default=0.08, show_default=True, help="Share of usable memory kept free."),
+    click.option(
+        "--global-batch", type=Batches(), required=True, help="Sequences a step; for plan also a range of tokens, 4M..16M."
+    ),
+    training_options,
 )
+
+goal_options = options(
+    click.option("--objective", default="step-time", show_default=True, metavar="NAME",
+                 help="step-time, tokens-per-second-per-gpu, gpu-hours, cost, fewest-gpus, pareto-gpus or pareto-memory."),
+    click.option("--deadline", metavar="TIME", help="30d, 12h, 90s: for all --tokens, or for one step without them."),
+    click.option("--tokens", metavar="COUNT", help="Tokens to train on in all: 15T, 300B."),
+    click.option("--mtbf", type=float, metavar="HOURS", help="Mean time between failures of one node: adds goodput to the plan."),
+    click.option("--checkpoint-seconds", type=float, default=30.0, show_default=True, help="How long a save holds training up."),
+    click.option("--restart-seconds", type=float, default=600.0, show_default=True, help="From a failure to training again."),
+    click.option("--repair-hours", type=float, default=24.0, show_default=True, help="Until a failed node is back."),
+    click.option("--spare", type=click.IntRange(0), help="Spare nodes kept ready (default: as many as pay)."),
+)  # fmt: skip
+
+
+def make_goal(
+    seq_len: int, gpus: int, global_batch: int | str, objective: str, deadline: str | None, tokens: str | None, mtbf: float | None,
+    checkpoint_seconds: float, restart_seconds: float, repair_hours: float, spare: int | None,
+) -> Goal:  # fmt: skip
+    """The Goal that ``goal_options`` describe, for a cluster of ``gpus``."""
+    from planner.objectives import Failures, Goal, read_batches, read_deadline, read_tokens
+
+    return Goal(
+        objective,
+        None if tokens is None else read_tokens(tokens),
+        None if deadline is None else read_deadline(deadline),
+        read_batches(str(global_batch), seq_len, gpus),
+        None if mtbf is None else Failures(mtbf, checkpoint_seconds, restart_seconds, repair_hours, spare),
+    )
 
 
 def make_job(
@@ -91,7 +147,7 @@ def make_job(
     cluster: str,
     gpus: int | None,
     seq_len: int,
-    global_batch: int,
+    global_batch: int | str,
     precision: str,
     execution: str,
     facts: tuple[str, ...],
@@ -106,6 +162,8 @@ def make_job(
     from profiles.hardware import load_cluster
     from profiles.huggingface import load_model
 
+    if isinstance(global_batch, str):
+        raise InputError("--global-batch", global_batch, "must be one count here; a range is for axisplan plan", 512)
     if not 0 <= margin < 1:
         raise InputError("--margin", margin, "must be at least 0 and below 1", 0.08)
     if memory_limit is not None and not 0 < memory_limit < 1e6:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from cost_models.execution import load_execution
 from cost_models.formulas import memory_formulas
 from cost_models.job import GIB, Job
 from cost_models.layout import Layout
+from cost_models.state_bytes import table
 from cost_models.step import StepEstimate, estimate
 from cost_models.uncertainty import chance_faster, flipping_cause
 from planner.legality import binding_category, read_layout, violations
@@ -135,3 +137,14 @@ def execution_facts(job: Job) -> list[dict[str, Any]]:
     """The execution's facts that have a source, with it."""
     execution = job.execution
     return [{"fact": k, "value": str(getattr(execution, k)), "source": s} for k, s in sorted(dict(execution.sources).items())]
+
+
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
+OPTIMIZERS = ("adamw", "adamw8bit", "muon", "sgd")
+
+
+def bytes_table(execution: str, ranks: int) -> list[dict[str, Any]]:
+    """Device bytes of state a parameter under ``execution``, by precision, optimizer and ZeRO stage, what is sharded over ``ranks``."""
+    chosen = load_execution(execution)
+    precisions = tuple(p for p in PRECISIONS if not chosen.precisions or p in chosen.precisions)
+    return [asdict(row) for row in table(chosen, precisions, OPTIMIZERS, ranks)]

@@ -255,6 +255,47 @@ def worst_loss(loses: Mapping[str, float]) -> str:
     return f"{cause.replace('_', ' ')} +{seconds(lost)}" if lost > 0 else ""
 
 
+def show_explain(out: Console, document: Mapping[str, Any]) -> None:
+    """What binds and its remedy first; then time, memory with its formulas, the runners-up, and the constants."""
+    binds = document["binding"]
+    out.print(f"layout   {document['layout']}", soft_wrap=True, markup=False)
+    out.print(f"binding  {binds['says']}\nremedy   {binds['remedy']}", soft_wrap=True, markup=False)
+    if why := document.get("why_not"):
+        out.print(f"\nwhy not  {why['layout']}\n         {why['says']}", soft_wrap=True, markup=False)
+        if loses := [(c, s) for c, s in why.get("loses", {}).items() if abs(s) > 1e-6]:
+            rows = [(cause.replace("_", " "), f"{1e3 * s:+.2f} ms") for cause, s in loses]
+            out.print(table("takes more on", ("cause", "than the plan"), rows))
+    show_seconds(out, document)
+    terms = [(f["name"], gib(f["value"]), f["text"], f["source"]) for f in document["memory_formulas"]]
+    grid = table(
+        f"memory of stage {binds['stage']}, {percent(binds['share_of_limit'])} of the limit",
+        ("term", "", "formula", "source"),
+        terms,
+    )
+    for column in grid.columns[2:]:
+        column.justify = "left"
+    out.print(grid)
+    others = [(r["layout_text"], f"{100 * r['slower']:+.1f} %", percent(r["chance_faster"]), worst_loss(r["loses"]), r["flips"] or "-")
+              for r in document["runners_up"]]  # fmt: skip
+    if others:
+        columns = ("layout", "slower", "chance faster", "loses most on", "would flip with")
+        out.print(table("runners-up", columns, others))
+    constants = [(c["field"], c["value"], c["unit"], c["origin"], c["source"]) for c in document["constants"]]
+    out.print(table("constants of the cluster", ("field", "value", "unit", "origin", "source"), constants, left=5))
+    facts = [(f["fact"], f["value"], f["source"]) for f in document["execution"]]
+    out.print(table("facts of the execution", ("fact", "value", "source"), facts, left=3))
+    if document["guessed"]:
+        out.print("guessed: " + "; ".join(map(str, document["guessed"])), soft_wrap=True, markup=False)
+
+
+def show_bytes_table(out: Console, rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
+    """Bytes of state a parameter."""
+    keys = ("execution", "precision", "optimizer", "zero", "parameters", "gradients", "optimizer_state")
+    shown = [(*(r[k] for k in keys), f"{r['total']:.4g}") for r in rows]
+    columns = ("execution", "precision", "optimizer", "ZeRO", "parameters", "gradients", "optimizer state", "bytes a parameter")
+    out.print(table(f"bytes of state a parameter, sharded over {ranks} ranks where ZeRO shards", columns, shown, left=3))
+
+
 def show_certificate(out: Console, plan: Plan) -> None:
     c = plan.certificate
     verdict = (

@@ -32,6 +32,7 @@ COLUMNS = (
     *AXES, "fits", "layout", "step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second", "tokens_per_second_per_gpu",
     "mfu", "peak_bytes", "limit_bytes", "binding", "gap", "proved", "reason",
 )  # fmt: skip
+ESTIMATED = ("step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second_per_gpu", "mfu", "limit_bytes")
 CANDIDATE_COLUMNS = (*AXES, "layout", "fits", "peak_bytes", "peak_is", "binding", "seconds", "seconds_are", "reason")
 MOST_POINTS = 10_000
 Report = Callable[[float, str], None]
@@ -163,7 +164,7 @@ def plan_rows(point: Point) -> list[dict[str, Any]]:
         | {
             "fits": True, "layout": plan.layout_text, "peak_bytes": worst["device"], "gap": c.gap, "proved": c.proved,
             "tokens_per_second": point.request.job.tokens / plan.step_seconds, "binding": binding_category(_Named(worst)),
-            **{k: estimate[k] for k in ("step_seconds", "step_seconds_low", "step_seconds_high", "tokens_per_second_per_gpu", "mfu", "limit_bytes")},
+            **{k: estimate[k] for k in ESTIMATED},
         }
     ]  # fmt: skip
 
@@ -253,6 +254,11 @@ def to_csv(rows: Iterable[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
+
+
+def write(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """All rows, as JSON where the name ends so, else as CSV."""
+    write_text(path, json.dumps(rows, indent=1) + "\n" if path.suffix == ".json" else to_csv(rows))
 
 
 def varying(rows: Sequence[dict[str, Any]]) -> list[str]:
