@@ -27,6 +27,7 @@ def settings_file(plan: Plan, settings: EmitSettings) -> str:
                 "seq_len": job.seq_len,
                 "micro_batch": layout.micro_batch,
                 "accumulation": layout.microbatches(job.global_batch),
+                "world": layout.world,
                 "tp": layout.tp,
                 "cp": layout.cp,
                 "recompute": layout.recompute == "full",

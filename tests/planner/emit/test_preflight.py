@@ -107,6 +107,7 @@ def check(tmp_path: Path, layout: str, ranks: int, *arguments: str) -> subproces
     return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
 
 
+@pytest.mark.slow
 def test_check_on_gloo_measures_every_axis_and_passes_where_nothing_is_slow(tmp_path: Path) -> None:
     done = check(tmp_path, "tp=2,zero=1", 2, "--tolerance", "1e6")
     assert done.returncode == 0, done.stderr

@@ -56,18 +56,13 @@ def test_torchruns_parser_takes_the_line(tmp_path: Path, target: str, cluster: s
 
 def test_every_launch_script_of_every_launcher_is_clean(tmp_path: Path) -> None:
     options = {"kubernetes": {"image": "a/b:c"}}
-    for target, cluster, layout in CASES[1:]:
+    scripts: list[Path] = []
+    for target, cluster, layout in CASES[2:]:
+        plan = plan_of(job_of("llama-3.1-8b", cluster, target), layout)
         for launcher in ("torchrun", "slurm", "kubernetes", "skypilot"):
-            out = tmp_path / f"{target}-{launcher}-{cluster.replace(':', '-')}"
-            emit(
-                plan_of(job_of("llama-3.1-8b", cluster, target), layout),
-                target,
-                launcher,
-                out,
-                EmitSettings(options=options.get(launcher, {})),
-            )
-            scripts = [p for p in out.iterdir() if p.suffix in (".sh", ".sbatch")]
-            for script in scripts:
-                subprocess.run(["bash", "-n", script], check=True)
-            found = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
-            assert found.stdout == "", out
+            out = tmp_path / f"{target}-{launcher}"
+            emit(plan, target, launcher, out, EmitSettings(options=options.get(launcher, {})))
+            scripts += [p for p in out.iterdir() if p.suffix in (".sh", ".sbatch")]
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+    assert subprocess.run(["shellcheck", *scripts], capture_output=True, text=True).stdout == ""
