@@ -51,9 +51,10 @@ class ShardedAdamW:
         total = torch.zeros((), dtype=torch.float64, device=self.masters[0][0].device)
         for owner in self.shards:
             parts = [g for g in owner.gradients if g.numel()]
-            if parts:
-                norms = torch._foreach_norm(parts, dtype=torch.float64 if parts[0].is_cpu else None)
-                total += owner.weight * torch.stack(norms).double().square().sum()
+            if parts and parts[0].is_cpu:
+                total += owner.weight * torch.stack([_square_sum(g) for g in parts]).sum()
+            elif parts:
+                total += owner.weight * torch.stack(torch._foreach_norm(parts)).double().square().sum()
         return total
 
     def step(self, rate: float, scale: float) -> None:
@@ -97,3 +98,12 @@ class ShardedAdamW:
             else:
                 if all(what in self.engine.state[m] for m in masters if m.numel()):
                     yield from owner.pieces([self.engine.state[m][what] if m.numel() else m for m in masters])
+
+
+PIECE = 1 << 20
+"""Elements of a gradient that are widened at a time for its norm."""
+
+
+def _square_sum(values: Tensor) -> Tensor:
+    """Sum of squares in fp64. (PyTorch's norm with a wider dtype widens a whole CPU tensor.)"""
+    return torch.stack([piece.double().square().sum() for piece in values.flatten().split(PIECE)]).sum()

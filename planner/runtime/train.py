@@ -239,6 +239,10 @@ def run(
     With ``out`` and ``checkpoint_every``, continues from the last whole checkpoint, whatever layout wrote it; on SIGTERM every rank
     finishes its step, saves and leaves.
     """
+    if model.mtp:
+        raise InputError(
+            "model", model.name, "multi-token-prediction modules are not trained by this runtime; plan it with mtp: 0", 0
+        )
     memory = Memory(device)
     source = source or open_data(model, settings)
     trainer = Trainer(model, layout, settings, device)
