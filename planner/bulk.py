@@ -21,11 +21,12 @@ from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations
 from cost_models.layout import RecomputeRule
+from cost_models.passes import launches, trained_operations
 from cost_models.recompute import kept_bytes
 from cost_models.state_bytes import states
 from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights
-from planner.rules.core import Limits
-from profiles.operations import Collective, Operation
+from planner.rules.core import Limits, limits_of
+from profiles.operations import Collective, Operation, Pointwise
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -92,29 +93,30 @@ def _degrees(keys: Ints, kind: str) -> Any:
 
 
 def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool) -> Floats:
+    """Key x (f, b, w) seconds of a unit; ``floor``: launching it may take longer than the work, as for a layer."""
+    weights = trained_operations(job, cost.backward_weight)
+    share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
+    launch = host_seconds(job.cluster.gpu, job.execution, degrees.tp) if floor else 0.0
+    blocking = job.execution.blocking_launch_seconds if floor else 0.0
     out = np.zeros((len(degrees.tp), 3))
-    for column, (which, operations) in enumerate(
-        (("forward", cost.forward), ("backward_input", cost.backward_input), ("backward_weight", cost.backward_weight))
-    ):
+    for column, (which, operations, least, more) in enumerate((
+        ("forward", cost.forward, launch, blocking), ("backward_input", cost.backward_input, launch * (1 - share), blocking),
+        ("backward_weight", weights, launch * share, 0.0),
+    )):  # fmt: skip
         if operations:
-            out[:, column] = _pass(job, degrees, operations, which, floor and which != "backward_weight")
+            compute = price(job.cluster.gpu, job.execution, operations)
+            busy = np.maximum(compute.seconds + _exposed(job, degrees, operations, which, compute), least) + more
+            if is_host(job.cluster.gpu):
+                kernels = sum(op.kernels if isinstance(op, Pointwise) else 1 for op in operations if not isinstance(op, Collective))
+                busy = busy + job.execution.host_kernel_seconds * kernels
+            out[:, column] = busy
     return out
-
-
-def _pass(job: Job, degrees: Any, operations: tuple[Operation, ...], which: str, floor: bool) -> Any:
-    execution, gpu = job.execution, job.cluster.gpu
-    compute = price(gpu, execution, operations)
-    busy = compute.seconds + _exposed(job, degrees, operations, which, compute)
-    if floor:
-        busy = np.maximum(busy, host_seconds(gpu, execution, degrees.tp)) + execution.blocking_launch_seconds
-    if is_host(gpu):
-        busy = busy + execution.host_kernel_seconds * compute.kernels
-    return busy
 
 
 def _exposed(job: Job, degrees: Any, operations: tuple[Operation, ...], which: str, compute: Any) -> Any:
     """What collectives add at least."""
     execution, total, ring = job.execution, 0.0, 0.0
+    deduplicated = set(limits_of(job).dispatchers) != {"alltoall"}
     for op in operations:
         if not isinstance(op, Collective):
             continue
@@ -124,7 +126,7 @@ def _exposed(job: Job, degrees: Any, operations: tuple[Operation, ...], which: s
         behind = which == "backward_weight" or (which == "backward_input" and op.kind in ("reduce_scatter", "all_reduce"))
         if op.axis == "tp" and execution.tp_overlap == "backward" and behind:
             continue
-        if op.axis in ("ep", "etp_ep") and execution.ep_overlap:
+        if op.axis in ("ep", "etp_ep") and (execution.ep_overlap or deduplicated):
             continue
         ranks, stride = group
         seconds = (
