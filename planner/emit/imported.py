@@ -33,17 +33,23 @@ class Imported:
     model: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def layout_text(self) -> str:
+        """The layout with etp always written where there are experts: left out, it would mean the target's default."""
+        text = self.layout.text()
+        return text if "etp=" in text or not self.model.get("experts") else f"{text},etp={self.layout.etp}"
+
     def next_command(self) -> str:
         """What to try next: the estimate of what runs today, and of the fastest plan."""
         job = f"--seq-len {self.job.get('seq_len') or 'S'} --global-batch {self.job.get('global_batch') or 'B'}"
         precision = f" --precision {self.job['precision']}" if "precision" in self.job else ""
         rest = f"{self.model.get('name', 'MODEL')} --cluster C --gpus {self.layout.world} {job}{precision} --execution {self.execution}"
-        return f"next: axisplan estimate {rest} --layout '{self.layout.text()}'\n      axisplan plan {rest}"
+        return f"next: axisplan estimate {rest} --layout '{self.layout_text}'\n      axisplan plan {rest}"
 
     def to_json(self) -> dict[str, Any]:
         """The document of ``axisplan import --json``."""
         return {
-            "execution": self.execution, "layout": self.layout.text(), "world": self.layout.world, "job": self.job, "model": self.model,
+            "execution": self.execution, "layout": self.layout_text, "world": self.layout.world, "job": self.job, "model": self.model,
             "notes": list(self.notes),
         }  # fmt: skip
 

@@ -23,11 +23,16 @@ def code(text: str) -> str:
     return "`" + comment(text).replace("`", "'") + "`"
 
 
+def cell(text: str) -> str:
+    """Inline code in a table, where a bar would end the cell."""
+    return code(text).replace("|", "\\|")
+
+
 def readme(plan: Plan, program: Program, start: Launch) -> str:
     """What this is, the plan in a table, how to start, what to expect, how to compare."""
     job, estimate = plan.job(), plan.estimate
     worst = max(estimate["memory"], key=lambda s: s["device"])
-    rows = ["| key | value |", "|---|---|", *(f"| {key} | {code(value)} |" for key, value in pairs(plan.layout_text))]
+    rows = ["| key | value |", "|---|---|", *(f"| {key} | {cell(value)} |" for key, value in pairs(plan.layout_text))]
     proof = "proved fastest" if plan.certificate.proved else f"within {100 * plan.certificate.gap:.2g} % of the proven bound"
     made = plan.execution.get("name", "axisplan")
     gpus = f"{job.cluster.gpus} x {job.cluster.gpu.name}"

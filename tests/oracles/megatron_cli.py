@@ -164,7 +164,7 @@ class OnMeta(torch.overrides.TorchFunctionMode):
     """Tensors that are asked for on the GPU are made on the meta device."""
 
     def __torch_function__(self, function: typing.Any, kinds: object, args: tuple[typing.Any, ...] = (), kwargs: typing.Any = None) -> typing.Any:
-        kwargs = dict(kwargs or {})
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "meta"
         if getattr(function, "__name__", "") == "cuda":

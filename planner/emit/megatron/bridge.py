@@ -25,7 +25,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "--global-batch-size": ("train.global_batch_size",),
     "--train-iters": ("train.train_iters", "scheduler.lr_decay_iters"),
     "--num-virtual-stages-per-pipeline-rank": ("model.virtual_pipeline_model_parallel_size",),
-    "--num-distributed-optimizer-instances": ("ddp.num_distributed_optimizer_instances", "dist.num_distributed_optimizer_instances"),
+    "--num-distributed-optimizer-instances": ("ddp.num_distributed_optimizer_instances",),
     "--data-parallel-sharding-strategy": ("ddp.data_parallel_sharding_strategy",),
     "--outer-dp-sharding-strategy": ("ddp.outer_dp_sharding_strategy",),
     "--ckpt-format": ("checkpoint.ckpt_format",),
@@ -52,6 +52,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "--disable-bias-linear": ("model.add_bias_linear=false",),
     "--untie-embeddings-and-output-weights": ("model.share_embeddings_and_output_weights=false",),
     "--group-query-attention": (),
+    "--use-rope-scaling": ("model.rope_scaling=true",),
     "--use-tp-pp-dp-mapping": ("dist.use_tp_pp_dp_mapping=true",),
     "--use-distributed-optimizer": ("ddp.use_distributed_optimizer=true", "optimizer.use_distributed_optimizer=true"),
     "--overlap-grad-reduce": ("ddp.overlap_grad_reduce=true",),
@@ -104,6 +105,8 @@ def overrides(job: Job, layout: Layout, settings: EmitSettings) -> list[str]:
         raise refuse(TARGET, f"{model.name} has latent attention, which the generic recipe's model does not have; use --target megatron")
     if model.learned_positions and model.learned_positions != job.seq_len:
         raise refuse(TARGET, f"the generic recipe learns as many positions as the sequence has tokens ({job.seq_len}), {model.name} {model.learned_positions}")
+    if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
+        raise refuse(TARGET, f"{model.name} scales its rotary frequencies ({model.rope_scaling.kind}); the generic recipe does llama3's only")
     if job.precision not in PRECISIONS:
         raise refuse(TARGET, f"it has no mixed-precision recipe for {job.precision}")
     flags = all_flags(job, layout, settings, TARGET)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cost_models.job import Job
@@ -172,7 +173,35 @@ def _positions(model: ModelSpec, target: str) -> Flags:
         flags["--rotary-percent"] = (number(model.rope_fraction),)
     if not all(rotated):
         flags["--no-rope-freq"] = (pattern(int(not r) for r in rotated),)
-    return flags
+    return flags | _scaling(model, target)
+
+
+def _scaling(model: ModelSpec, target: str) -> Flags:
+    """Longer rotary frequencies. YaRN's mscale is what its attention factors follow from: 0.1 m ln(factor) + 1."""
+    scaling = model.rope_scaling
+    if scaling is None:
+        return {}
+    factor = number(scaling.factor)
+    if scaling.kind == "llama3":
+        if (scaling.low, scaling.high, scaling.original) != (1.0, 4.0, 8192):
+            raise refuse(target, f"{model.name} scales its rotary frequencies from {scaling.original} positions; --use-rope-scaling does from 8192")
+        return switch("--use-rope-scaling") | {"--rope-scaling-factor": (factor,)}
+    if scaling.kind == "linear":
+        if not scaling.factor.is_integer():
+            raise refuse(target, f"{model.name} stretches its positions by {factor}; --rotary-seq-len-interpolation-factor takes a whole number")
+        return {"--rotary-seq-len-interpolation-factor": (factor,)}
+    steps = 0.1 * math.log(scaling.factor)
+    if isinstance(model.attention, LatentAttention):
+        if scaling.original not in (0, 4096):
+            raise refuse(target, f"{model.name} scales its rotary frequencies from {scaling.original} positions; latent attention's YaRN does from 4096")
+        softmax = math.sqrt(scaling.latent_attention)
+        both = [number(round((share - 1) / steps, 6)) for share in (scaling.attention * softmax, softmax)]
+        return {"--rotary-scaling-factor": (factor,), "--mscale": (both[0],), "--mscale-all-dim": (both[1],)}
+    return {
+        "--position-embedding-type": ("yarn",), "--rotary-scaling-factor": (factor,), "--yarn-beta-fast": (number(scaling.fast),),
+        "--yarn-original-max-position-embeddings": (str(scaling.original),), "--yarn-beta-slow": (number(scaling.slow),),
+        "--mscale": (number(round((scaling.attention - 1) / steps, 6)),), "--mscale-all-dim": ("0",),
+    }  # fmt: skip
 
 
 def _experts(model: ModelSpec, moe: Moe, target: str) -> Flags:

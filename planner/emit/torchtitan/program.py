@@ -105,8 +105,8 @@ def flavour_of(model: ModelSpec) -> tuple[str, str]:
 
 
 def shape(model: ModelSpec) -> dict[str, Any]:
-    """What makes parameters: everything but names and what only the cost of attention or the reader's notes need."""
-    dump = model.model_dump(exclude={"name", "family", "notes", "max_seq_len", "rope_theta", "norm_eps", "mtp"})
+    """All that a flavour fixes: everything but names, notes, and what is said apart."""
+    dump = model.model_dump(exclude={"name", "family", "notes", "max_seq_len", "mtp"})
     return dump | {"layers": [model.pattern.count(k) for k in range(len(model.kinds))]}
 
 

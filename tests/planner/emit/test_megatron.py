@@ -65,6 +65,17 @@ def test_head_width_latent_attention_and_experts_are_written_out() -> None:
     assert "--group-query-attention" not in deepseek
 
 
+def test_rotary_scaling_is_written_in_megatrons_terms() -> None:
+    llama = emitted("llama-3.1-8b", "tp=2")
+    assert "--use-rope-scaling" in llama
+    assert llama["--rope-scaling-factor"] == ["8"]
+    deepseek = emitted("deepseek-v3", "tp=2,pp=16,ep=64,etp=1", "h100-sxm:256x8", seq_len=4096, global_batch=8192)
+    assert (deepseek["--rotary-scaling-factor"], deepseek["--mscale"], deepseek["--mscale-all-dim"]) == (["40"], ["1"], ["1"])
+    oss = emitted("gpt-oss-20b", "tp=2,ep=4,etp=1")
+    assert (oss["--position-embedding-type"], oss["--yarn-original-max-position-embeddings"], oss["--mscale"]) == (["yarn"], ["4096"], ["1"])
+    assert "--use-rope-scaling" not in emitted("llama-2-7b", "tp=2", seq_len=4096)
+
+
 def test_windows_biases_and_sinks_of_gpt_oss() -> None:
     made = emitted("gpt-oss-20b", "tp=2,ep=4,etp=1")
     assert made["--window-size"] == ["127,0"]
