@@ -21,7 +21,7 @@ from planner.rules.model import padded_vocab, ulysses_degrees
 from profiles.errors import InputError
 
 __all__ = [
-    "RULES", "Limits", "Rule", "Violation", "check", "limits_of", "padded_vocab", "read_layout", "require", "targets",
+    "RULES", "Limits", "Rule", "Violation", "check", "limits_of", "padded_vocab", "read_layout", "repaired", "require", "targets",
     "ulysses_degrees", "violations",
 ]  # fmt: skip
 
@@ -48,8 +48,7 @@ def violations(job: Job, layout: Layout) -> list[Violation]:
     """Every broken rule of ``layout`` for ``job``, in the rules' order; empty when it is legal."""
     case = Case(job, layout, limits_of(job))
     broken = [(r, b) for r in RULES.values() for b in r.breaks(case)]
-    names = {r.name for r, _ in broken}
-    return [Violation(r.name, b.message, b.field, b.value, _nearest(case, r, b, names)) for r, b in broken]
+    return [Violation(r.name, b.message, b.field, b.value, _nearest(case, r, b, broken)) for r, b in broken]
 
 
 def require(job: Job, layout: Layout) -> None:
@@ -61,8 +60,19 @@ def require(job: Job, layout: Layout) -> None:
         raise InputError(first.field, first.value, first.message + rest, first.nearest)
 
 
-def _nearest(case: Case, rule: Rule, broken: Break, names: set[str]) -> Any:
-    candidates = broken.candidates if broken.candidates is not None else _range(case, broken.field)
+def _nearest(case: Case, rule: Rule, broken: Break, found: list[tuple[Rule, Break]]) -> Any:
+    """The repair of this break; where other rules blame the same field, one that repairs those too comes first."""
+    names = {r.name for r, _ in found}
+    same = [b for _, b in found if b.field == broken.field]
+    blamed = {r.name for r, b in found if b.field == broken.field}
+    both = [v for b in same for v in (b.candidates if b.candidates is not None else _range(case, b.field))]
+    own = broken.candidates if broken.candidates is not None else _range(case, broken.field)
+    best = _closest(case, rule, broken, both, names - blamed) if len(same) > 1 else None
+    return best if best is not None else _closest(case, rule, broken, own, names)
+
+
+def _closest(case: Case, rule: Rule, broken: Break, candidates: Iterable[Any], excused: set[str]) -> Any:
+    """The closest candidate after which ``rule`` holds and no rule is broken but the ``excused`` ones."""
     best, best_key = None, (math.inf, math.inf)
     for order, value in enumerate(candidates):
         if value == broken.value:
@@ -73,7 +83,7 @@ def _nearest(case: Case, rule: Rule, broken: Break, names: set[str]) -> Any:
         changed = _with(case, broken.field, value)
         if changed is None or rule.breaks(changed):
             continue
-        if any(r.name not in names and r.breaks(changed) for r in RULES.values()):
+        if any(r.name not in excused and r.breaks(changed) for r in RULES.values()):
             continue
         best, best_key = value, key
     return best
@@ -101,6 +111,12 @@ def _range(case: Case, field: str) -> Iterable[Any]:
     if field == "schedule":
         return SCHEDULES
     return ()
+
+
+def repaired(job: Job, layout: Layout, field: str, value: Any) -> tuple[Job, Layout] | None:
+    """Job and layout with one field changed to a violation's ``nearest``; data parallelism refills the world. None where it cannot."""
+    changed = _with(Case(job, layout, limits_of(job)), field, value)
+    return None if changed is None else (changed.job, changed.layout)
 
 
 def _with(case: Case, field: str, value: Any) -> Case | None:

@@ -231,7 +231,9 @@ def _unsolved(found: Search, job: Job, row: Row, seconds: float, least: float, f
         return {**out, "fits": False, "reason": "does not fit in an even split with everything sharded and recomputed"}
     if fastest is None:
         return {**out, "reason": "was not solved"}
-    return {**out, "reason": f"cut: cannot be faster than {seconds:.6g} s, the fastest takes {fastest:.6g} s"}
+    if seconds >= fastest:
+        return {**out, "reason": f"cut by its bound: cannot take less than {seconds:.6g} s, the fastest takes {fastest:.6g} s"}
+    return {**out, "reason": f"cut by the bounds of its schedules and shardings, which reach {fastest:.6g} s or the gap stated"}
 
 
 def _leanest(found: Search, row: Row) -> Any:

@@ -28,11 +28,16 @@ def batch_divides(case: Case) -> Iterator[Break]:
                     tuple(divisors(batch // dp)))  # fmt: skip
     else:
         unit = micro * dp
-        yield Break("global_batch", batch, f"does not divide by micro_batch*dp = {micro}*{dp} = {unit}; multiples of it do", _multiples(unit, batch))
+        yield Break(
+            "global_batch",
+            batch,
+            f"does not divide by micro_batch*dp = {micro}*{dp} = {unit}; multiples of it do",
+            _multiples(unit, batch),
+        )
 
 
 def _microbatches(case: Case) -> int:
-    return max(1, case.job.global_batch // (case.layout.micro_batch * case.layout.dp))
+    return max(1, int(case.job.global_batch // (case.layout.micro_batch * case.layout.dp)))
 
 
 def _needed(case: Case) -> tuple[int, str]:
@@ -73,11 +78,18 @@ def microbatches_in_groups(case: Case) -> Iterator[Break]:
     if layout.schedule == "interleaved" and m >= pp:
         group = pp if case.limits.interleaved_multiple == "pp" else max(1, m // pp)
         if m % group:
-            legal = [n for n in range(pp, 2 * m + pp) if n % (pp if case.limits.interleaved_multiple == "pp" else max(1, n // pp)) == 0]
+            legal = [
+                n for n in range(pp, 2 * m + pp) if n % (pp if case.limits.interleaved_multiple == "pp" else max(1, n // pp)) == 0
+            ]
             yield Break("global_batch", case.job.global_batch, f"{m} microbatches (global batch / (micro_batch {layout.micro_batch} * dp {layout.dp}))"
                         f" do not divide by {group}, the group of an interleaved pipeline of pp = {pp}", tuple(n * unit for n in legal))  # fmt: skip
     if layout.schedule == "dualpipe" and m % 2:
-        yield Break("global_batch", case.job.global_batch, f"DualPipe needs an even number of microbatches, has {m}", _multiples(2 * unit, m * unit))
+        yield Break(
+            "global_batch",
+            case.job.global_batch,
+            f"DualPipe needs an even number of microbatches, has {m}",
+            _multiples(2 * unit, m * unit),
+        )
 
 
 @rule("batch", "tp cp cp_kind sp", "the sequence divides over context and sequence parallelism")
@@ -85,9 +97,13 @@ def sequence_divides(case: Case) -> Iterator[Break]:
     layout, seq = case.layout, case.job.seq_len
     unit = (1 if layout.cp == 1 else layout.cp if layout.ring == 1 else 2 * layout.cp) * (layout.tp if layout.sp else 1)
     if seq % unit:
-        parts = " * ".join(([] if layout.cp == 1 else ["cp"] if layout.ring == 1 else ["2*cp"]) + (["tp"] if layout.sp and layout.tp > 1 else []))
+        parts = " * ".join(
+            ([] if layout.cp == 1 else ["cp"] if layout.ring == 1 else ["2*cp"]) + (["tp"] if layout.sp and layout.tp > 1 else [])
+        )
         up = math.ceil(seq / unit) * unit
-        yield Break("seq_len", seq, f"does not divide by {parts} = {unit}; the next length that does is {up}", _multiples(unit, seq))
+        yield Break(
+            "seq_len", seq, f"does not divide by {parts} = {unit}; the next length that does is {up}", _multiples(unit, seq)
+        )
 
 
 @rule("batch", "cp micro_batch", "8- and 4-bit matrix products need a multiple of 16 (MX: 32) tokens a rank")

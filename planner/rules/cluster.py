@@ -40,14 +40,23 @@ def experts_inside_a_replica(case: Case) -> Iterator[Break]:
     layout = case.layout
     replica, used = layout.tp * layout.cp * layout.dp_shard, layout.etp * layout.ep
     if used > 1 and replica % used and case.limits.ep_in_replica and layout.dp_shard > 1:
-        yield Break("ep", layout.ep, f"etp*ep = {used} must divide tp*cp*dp_shard = {replica}: {case.limits.target} keeps experts in a replica")
+        yield Break(
+            "ep",
+            layout.ep,
+            f"etp*ep = {used} must divide tp*cp*dp_shard = {replica}: {case.limits.target} keeps experts in a replica",
+        )
 
 
 @rule("cluster", "cp cp_kind", "the parts of a hybrid context parallelism multiply to cp")
 def context_parts_multiply(case: Case) -> Iterator[Break]:
     layout = case.layout
     if layout.ring * layout.ulysses != layout.cp:
-        yield Break("cp_kind", layout.cp_kind, f"ring {layout.ring} x ulysses {layout.ulysses} must equal cp = {layout.cp}", ("ring", "ulysses"))
+        yield Break(
+            "cp_kind",
+            layout.cp_kind,
+            f"ring {layout.ring} x ulysses {layout.ulysses} must equal cp = {layout.cp}",
+            ("ring", "ulysses"),
+        )
 
 
 @rule("cluster", "tp", "a tensor-parallel group lies inside a node, or fills whole nodes")
@@ -83,11 +92,19 @@ def order_is_expressible(case: Case) -> Iterator[Break]:
     yield Break("order", layout.order, f"{case.limits.target} places ranks as {listed(orders)}", tuple(orders))
 
 
-@rule("cluster", "tp cp pp dp ep etp order", "with another order than the default, expert data parallelism equals data parallelism where the target says so")
+@rule(
+    "cluster",
+    "tp cp pp dp ep etp order",
+    "with another order than the default, expert data parallelism equals data parallelism where the target says so",
+)
 def folding_needs_the_default_order(case: Case) -> Iterator[Break]:
     layout = case.layout
     default = case.limits.orders[0]
-    if not case.limits.edp_equals_dp_unless_default_order or layout.ep * layout.etp == 1 or same_placement(layout, layout.order, default):
+    if (
+        not case.limits.edp_equals_dp_unless_default_order
+        or layout.ep * layout.etp == 1
+        or same_placement(layout, layout.order, default)
+    ):
         return
     edp = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
     if edp != layout.dp:

@@ -52,7 +52,9 @@ def kv_heads_divide_tp(case: Case) -> Iterator[Break]:
         kv = mixer.kv_heads
         if kv % tp and not (replicates and tp % kv == 0):
             also = "" if replicates else f" ({case.limits.target} does not replicate KV heads)"
-            yield Break("tp", tp, f"{kv} KV heads do not divide by tp = {tp}{also}; legal tp: {listed(_kv_degrees(mixer, replicates))}")
+            yield Break(
+                "tp", tp, f"{kv} KV heads do not divide by tp = {tp}{also}; legal tp: {listed(_kv_degrees(mixer, replicates))}"
+            )
             return
 
 
@@ -97,7 +99,9 @@ def kv_heads_divide_ulysses(case: Case) -> Iterator[Break]:
 @rule("model", "cp cp_kind", "a recurrent mixer is split over context parallelism by heads (ulysses), not by a ring")
 def recurrent_mixers_need_ulysses(case: Case) -> Iterator[Break]:
     if case.layout.ring > 1 and any(isinstance(m, (StateSpace, LinearAttention)) for m in mixers(case.job.model)):
-        yield Break("cp_kind", case.layout.cp_kind, "state-space and linear-attention layers carry a state along the sequence", ("ulysses",))
+        yield Break(
+            "cp_kind", case.layout.cp_kind, "state-space and linear-attention layers carry a state along the sequence", ("ulysses",)
+        )
 
 
 @rule("model", "tp", "tp divides the width of every dense and shared feed-forward")
@@ -153,7 +157,12 @@ def vocabulary_divides_tp(case: Case) -> Iterator[Break]:
 @rule("model", "pp", "tied embeddings may not be split by a pipeline where the target cannot tie across stages")
 def tied_embeddings_and_pipeline(case: Case) -> Iterator[Break]:
     if case.layout.pp > 1 and case.job.model.tied and not case.limits.tied_pipeline:
-        yield Break("pp", case.layout.pp, f"{case.job.model.name} ties its embeddings, which {case.limits.target} cannot split over stages", (1,))
+        yield Break(
+            "pp",
+            case.layout.pp,
+            f"{case.job.model.name} ties its embeddings, which {case.limits.target} cannot split over stages",
+            (1,),
+        )
 
 
 @rule("model", "pp vpp", "every chunk of the pipeline has a layer")
@@ -192,11 +201,21 @@ def expert_bias_and_etp(case: Case) -> Iterator[Break]:
 def windows_and_ring(case: Case) -> Iterator[Break]:
     windowed = any(getattr(m, "window", None) for m in mixers(case.job.model))
     if windowed and case.layout.ring > 1 and case.layout.cp_kind != "allgather" and not case.limits.window_ring:
-        yield Break("cp_kind", case.layout.cp_kind, f"{case.limits.target}: a p2p ring does not support sliding windows", ("allgather", "ulysses"))
+        yield Break(
+            "cp_kind",
+            case.layout.cp_kind,
+            f"{case.limits.target}: a p2p ring does not support sliding windows",
+            ("allgather", "ulysses"),
+        )
 
 
 @rule("model", "cp cp_kind", "the target can split latent attention by heads")
 def latent_attention_and_ulysses(case: Case) -> Iterator[Break]:
     latent = any(isinstance(m, LatentAttention) for m in mixers(case.job.model))
     if latent and case.layout.ulysses > 1 and not case.limits.mla_ulysses:
-        yield Break("cp_kind", case.layout.cp_kind, f"{case.limits.target}: MLA with all-to-all context parallelism is not supported", ("ring",))
+        yield Break(
+            "cp_kind",
+            case.layout.cp_kind,
+            f"{case.limits.target}: MLA with all-to-all context parallelism is not supported",
+            ("ring",),
+        )

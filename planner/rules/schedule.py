@@ -43,8 +43,14 @@ def dualpipe_needs_even_stages(case: Case) -> Iterator[Break]:
         yield Break("pp", case.layout.pp, "DualPipe needs an even number of stages")
 
 
-@rule("schedule", "pp schedule zero", "sharded parameters are not released between the halves of a split backward, where the target would go wrong")
+@rule(
+    "schedule",
+    "pp schedule zero",
+    "sharded parameters are not released between the halves of a split backward, where the target would go wrong",
+)
 def zero3_and_split_backward(case: Case) -> Iterator[Break]:
     layout = case.layout
     if layout.pp > 1 and layout.zero == 3 and layout.schedule in SPLIT_BACKWARD and not case.limits.zero3_with_split_backward:
-        yield Break("zero", 3, f"{case.limits.target}: gradients go wrong when parameters are resharded inside {layout.schedule}", (2, 1, 0))
+        yield Break(
+            "zero", 3, f"{case.limits.target}: gradients go wrong when parameters are resharded inside {layout.schedule}", (2, 1, 0)
+        )

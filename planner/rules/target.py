@@ -8,6 +8,9 @@ from typing import Any
 from cost_models.layout import even_split
 from planner.rules.core import Break, Case, listed, rule
 
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+"""Widest first: the nearest one a target has is the closest here."""
+
 
 @rule("target", "tp cp pp ep etp dp_replicate dp_shard", "the target has every axis whose degree exceeds 1")
 def axes_are_expressible(case: Case) -> Iterator[Break]:
@@ -23,7 +26,9 @@ def context_kind_is_expressible(case: Case) -> Iterator[Break]:
     kind = "hybrid" if layout.ring > 1 and layout.ulysses > 1 else layout.cp_kind
     kinds = case.limits.cp_kinds
     if layout.cp > 1 and kind not in kinds and "cp" in case.limits.axes:
-        yield Break("cp_kind", layout.cp_kind, f"{case.limits.target} has {listed(kinds)}", tuple(k for k in kinds if k != "hybrid"))
+        yield Break(
+            "cp_kind", layout.cp_kind, f"{case.limits.target} has {listed(kinds)}", tuple(k for k in kinds if k != "hybrid")
+        )
 
 
 @rule("target", "zero dp_shard cp", "the target has this ZeRO stage")
@@ -34,7 +39,9 @@ def zero_is_expressible(case: Case) -> Iterator[Break]:
         yield Break("zero", zero, f"{limits.target} shards as ZeRO {listed(limits.zero)}", tuple(limits.zero))
     elif limits.zero_always and zero == 0 and (layout.dp_shard > 1 or layout.cp > 1):
         what = "dp_shard" if layout.dp_shard > 1 else "cp"
-        yield Break("zero", zero, f"{limits.target}: {what} > 1 always shards parameters (ZeRO 2 or 3)", tuple(z for z in limits.zero if z))
+        yield Break(
+            "zero", zero, f"{limits.target}: {what} > 1 always shards parameters (ZeRO 2 or 3)", tuple(z for z in limits.zero if z)
+        )
 
 
 @rule("target", "zero pp", "the target pipelines with this ZeRO stage")
@@ -114,7 +121,12 @@ def recompute_is_expressible(case: Case) -> Iterator[Break]:
     rules = layout.recompute_rules.rules
     for part in rules:
         if part.mode not in limits.recompute_modes:
-            yield Break("recompute", layout.recompute, f"{limits.target} recomputes {listed(limits.recompute_modes)}", tuple(limits.recompute_modes))
+            yield Break(
+                "recompute",
+                layout.recompute,
+                f"{limits.target} recomputes {listed(limits.recompute_modes)}",
+                tuple(limits.recompute_modes),
+            )
             return
         unknown = [m for m in part.modules if m not in limits.modules]
         if unknown:
@@ -133,7 +145,11 @@ def recompute_is_expressible(case: Case) -> Iterator[Break]:
         return
     if limits.recompute == "block" and set(choices) <= {"none", "full"} and _same_block(layout, choices):
         return
-    how = "one choice for the whole model" if limits.recompute == "model" else "one choice, or the first n layers of every chunk in full"
+    how = (
+        "one choice for the whole model"
+        if limits.recompute == "model"
+        else "one choice, or the first n layers of every chunk in full"
+    )
     yield Break("recompute", layout.recompute, f"{limits.target} expresses {how}", ("full", "none"))
 
 
@@ -154,6 +170,8 @@ def _same_block(layout: Any, choices: list[str]) -> bool:
 
 @rule("target", "", "the target trains in this precision")
 def precision_is_expressible(case: Case) -> Iterator[Break]:
-    known = getattr(case.job.execution, "precisions", ())
-    if known and case.job.precision not in known:
-        yield Break("precision", case.job.precision, f"{case.job.execution.name} trains in {listed(known)}", tuple(known))
+    known, wanted = getattr(case.job.execution, "precisions", ()), case.job.precision
+    if known and wanted not in known:
+        place = {p: i for i, p in enumerate(PRECISIONS)}
+        near = sorted(known, key=lambda p: abs(place.get(p, 0) - place.get(wanted, 0)))
+        yield Break("precision", wanted, f"{case.job.execution.name} trains in {listed(known)}", tuple(near))
