@@ -63,7 +63,8 @@ class Placement:
 
     @property
     def proved(self) -> bool:
-        return self.gap <= 1e-9
+        """The bound meets the placement, to the solver's tolerance."""
+        return self.gap <= 1e-6
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -83,9 +84,19 @@ def place(loads: Sequence[float], ep: int, redundant: int = 0) -> Placement:
 
         raise InputError("ep", ep, f"must divide the {experts} experts", nearest_divisor(max(experts, 1), max(ep, 1)))
     if redundant < 0 or (experts + redundant) % ep:
-        raise InputError("redundant", redundant, f"experts and redundant slots ({experts + redundant}) must divide by ep = {ep}", redundant // ep * ep)
+        raise InputError(
+            "redundant",
+            redundant,
+            f"experts and redundant slots ({experts + redundant}) must divide by ep = {ep}",
+            redundant // ep * ep,
+        )
     if redundant > experts * (ep - 1):
-        raise InputError("redundant", redundant, f"{experts} experts have at most {experts * (ep - 1)} further places on {ep} ranks", experts * (ep - 1))
+        raise InputError(
+            "redundant",
+            redundant,
+            f"{experts} experts have at most {experts * (ep - 1)} further places on {ep} ranks",
+            experts * (ep - 1),
+        )
     if any(not 0 <= x < float("inf") for x in loads):
         raise InputError("routing", min(loads), "token counts must be finite and not negative", 0)
     loads = [float(x) for x in loads]
