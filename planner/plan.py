@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from cost_models.execution import Execution
 from cost_models.job import Job
 from cost_models.layout import Layout
+from planner.figures import check_figures
 from profiles.errors import AxisplanError, InputError
 from profiles.files import write_text
 from profiles.hardware import ClusterSpec
@@ -163,7 +164,7 @@ class Plan(Record):
             reason = getattr(error, "strerror", None) or "not text"
             raise InputError("plan", str(path), f"cannot be read: {reason}") from None
         try:
-            data = json.loads(text)
+            data = json.loads(text, parse_constant=_no_number)
         except ValueError as error:
             raise InputError("plan", str(path), f"is not JSON: {error}") from None
         return cls.read(data, str(path))
@@ -174,7 +175,7 @@ class Plan(Record):
         if not isinstance(data, dict) or "version" not in data or "layout" not in data:
             raise InputError("plan", where, "is not an axisplan plan (no version or layout)")
         version = data["version"]
-        if not isinstance(version, int) or version > FORMAT:
+        if type(version) is not int or not 0 <= version <= FORMAT:
             raise InputError("plan", where, f"has version {version}; this axisplan reads up to {FORMAT}: upgrade axisplan", FORMAT)
         for older in range(version, FORMAT):
             data = MIGRATIONS[older](data)
@@ -182,18 +183,33 @@ class Plan(Record):
             plan = cls.model_validate(data)
             plan.layout_object  # noqa: B018 - reads it
             plan.job()
+            hash(plan.layout_object)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(p) for p in first["loc"])
             raise InputError(f"plan.{field}", where, first["msg"]) from None
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise InputError("plan", where, f"does not describe a job: {error}") from None
         stored = {"model": data["model"], "cluster": data["cluster"], "execution": data["execution"], "job": data["job_settings"]}
         for name, record in stored.items():
             if plan.inputs.get(name) != digest(record):
                 line = f"does not match the {name} in the plan: it was altered after planning; plan again"
                 raise InputError(f"plan.inputs.{name}", where, line)
+        plan._check_whole(where)
         return plan
+
+    def _check_whole(self, where: str) -> None:
+        """Raise InputError where layout, stages or figures contradict one another or are no numbers: the file was edited."""
+        layout = self.layout_object
+        if layout != Layout.parse(self.layout_text):
+            raise InputError("plan.layout", where, "and layout_text differ: it was altered after planning; plan again")
+        if len(self.stages) != layout.pp or self.stages != stages_of(self.job(), layout, tuple(s.pool for s in self.stages)):
+            raise InputError("plan.stages", where, "are not those of its layout: it was altered after planning; plan again")
+        check_figures(self.estimate, "plan.estimate", where)
+        if [s["stage"] for s in self.estimate["memory"]] != list(range(layout.pp)):
+            raise InputError("plan.estimate.memory", where, f"does not list the {layout.pp} stages: it was altered; plan again")
+        for index, runner in enumerate(self.runners_up):
+            check_figures(runner.estimate, f"plan.runners_up.{index}.estimate", where)
 
     def require_same(self, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> None:
         """Raise InputError when the plan was made for another model or cluster."""
@@ -203,6 +219,10 @@ class Plan(Record):
             raise InputError(
                 "cluster", cluster.name, f"is not the cluster this plan was made for ({self.cluster['name']}); plan again"
             )
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 MIGRATIONS: dict[int, Any] = {0: lambda data: {**data, "version": 1, "warnings": data.get("warnings", [])}}

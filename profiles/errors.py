@@ -19,11 +19,11 @@ class InputError(AxisplanError):
 
     def __init__(self, field: str, value: object, rule: str, nearest: object = None) -> None:
         self.field, self.value, self.rule, self.nearest = field, value, rule, nearest
-        shown = value if isinstance(value, (int, float, bool)) or value is None else repr(str(value))
+        shown = value if isinstance(value, (int, float, bool)) or value is None else repr(clipped(str(value), 200))
         line = f"{field}: {shown}: {rule}"
         if nearest is not None:
             line += f"; nearest: {nearest}"
-        super().__init__(" ".join(line.split()))
+        super().__init__(clipped(" ".join(line.split()), 3000))
 
 
 class DoesNotFit(AxisplanError):
@@ -32,7 +32,12 @@ class DoesNotFit(AxisplanError):
     exit_code = 3
 
 
+def clipped(text: str, most: int) -> str:
+    """``text``, its middle left out where it is longer than ``most``."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[len(text) - most // 2 :]}"
+
+
 def one_line(error: BaseException) -> str:
     """The first thing worth saying of any exception, on one line."""
     text = " ".join(str(error).split())
-    return text or type(error).__name__
+    return clipped(text, 3000) or type(error).__name__
