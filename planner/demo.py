@@ -22,6 +22,7 @@ from profiles.errors import AxisplanError, InputError
 from profiles.files import write_text
 from profiles.hardware import ClusterSpec, load_cluster
 from profiles.huggingface import load_model
+from profiles.model import ModelSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,9 +75,10 @@ class Run:
 def run_demo(settings: DemoSettings, out: Console) -> None:
     """Profile, plan, emit, run, compare; the same for a slower runner-up. Everything made lies in ``settings.out``."""
     started = time.monotonic()
+    model = load_model(settings.model)
     text = training_text(settings)
     cluster = profiled(settings, out)
-    plan = planned(settings, cluster, out)
+    plan = planned(settings, model, cluster, out)
     runs = [Run("plan", plan, settings.out / "launch")]
     if slower := next((r for r in plan.runners_up if r.slower >= settings.slower_by), None):
         runs.append(Run("runner-up", instead(plan, slower), settings.out / "launch-runner-up"))
@@ -128,13 +130,13 @@ def profiled(settings: DemoSettings, out: Console) -> ClusterSpec:
     return cluster
 
 
-def planned(settings: DemoSettings, cluster: ClusterSpec, out: Console) -> Plan:
+def planned(settings: DemoSettings, model: ModelSpec, cluster: ClusterSpec, out: Console) -> Plan:
     """The proved plan for the demo's model on ``cluster``."""
     from planner.solve import PlanRequest, solve
 
     out.rule("2. plan: the fastest layout that fits, with proof", align="left")
     job = Job(
-        model=load_model(settings.model),
+        model=model,
         cluster=cluster,
         execution=load_execution("axisplan"),
         seq_len=settings.seq_len,

@@ -99,9 +99,11 @@ def test_nothing_that_plans_imports_torch():
     assert json.loads(done.stdout)["certificate"]["proved"] is True
 
 
-def test_a_closed_pipe_is_no_error(axisplan):
-    done = subprocess.run(
-        f"{sys.executable} -c 'import cli; cli.main([\"models\"])' | head -1", shell=True, capture_output=True, check=False
-    )  # noqa: S602
-    assert done.returncode == 0
-    assert b"Traceback" not in done.stderr
+def test_a_closed_pipe_is_no_error():
+    command = [sys.executable, "-c", "import cli; cli.main(['models'])"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 0
