@@ -379,10 +379,9 @@ def explain(plan: Path | None, why: str | None, per_parameter: bool, execution: 
 @click.option("--run", "records", type=click.Path(path_type=Path), help="A run's JSON lines, laid over the trace.")
 def report(plan: Path, out: Path | None, form: str | None, records: Path | None) -> None:
     """One offline HTML file with every picture of a plan; or PNG, SVG, or a trace for Perfetto."""
-    from planner.report import default_name, write_report
+    from planner.report import write_report
 
-    out = out or default_name(plan, form)
-    click.echo(f"{write_report(plan, out, form, records)} written to {out}")
+    click.echo("{} written to {}".format(*write_report(plan, out, form, records)))
 
 
 @command("compare", "axisplan compare plan.json other.json\naxisplan compare plan.json run/metrics.jsonl")
@@ -567,6 +566,31 @@ def run(
             )
 
     launch(arguments, loaded.layout_object.world, record, port=port)
+
+
+@cli.group("data", cls=Commands, context_settings=CONTEXT)
+def data() -> None:
+    """Training data: text to tokens that are mapped into memory."""
+
+
+DATA_EXAMPLE = """axisplan data prepare book.txt notes.txt --out tokens
+axisplan run plan.json --data tokens"""
+
+
+@data.command("prepare", cls=Examples, example=DATA_EXAMPLE, context_settings=CONTEXT)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--tokenizer", default="bytes", show_default=True, help="bytes, or a Hugging Face tokenizer.json.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
+@as_json
+def data_prepare(files: tuple[Path, ...], tokenizer: str, out: Path, as_json: bool) -> None:
+    """Tokenise text FILES, one document each, into a folder that `run --data` and `emit --data` take."""
+    from planner.runtime.data import prepare
+
+    found = prepare(files, out, tokenizer)
+    if as_json:
+        show_json(found)
+    else:
+        click.echo(", ".join(f"{key} {value}" for key, value in found.items()))
 
 
 @command("worker", hidden=True)
@@ -857,7 +881,7 @@ def main(argv: list[str] | None = None) -> None:
         code = 0
     except click.UsageError as error:
         where = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-        code = fail(f"{error.format_message()}{where}", 2)
+        code = fail(" ".join(f"{error.format_message()}{where}".split()), 2)
     except click.FileError as error:
         code = fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
