@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev
 	$(PYTEST) -m 'not slow and not verify'
 
 slow: $(VENV)/.installed-dev
-	$(PYTEST) -m 'slow'
+	$(PYTEST) -m "slow and not verify"
 
 verify: $(VENV)/.installed-dev
 	$(PYTEST)
