@@ -40,7 +40,11 @@ def megatron(facts: Streams) -> tuple[Variable, ...]:
     if facts.ep_overlap:
         why = "Conflict before Blackwell: tp and cp want 1, overlapped expert exchange wants many; 32 favours the experts, 1 tp and cp."
         return (Variable(NAME, "32", why),)
-    return (Variable(NAME, "1", "Before Blackwell, Megatron's tp and cp collectives start in time only when launches keep their order."),)
+    return (
+        Variable(
+            NAME, "1", "Before Blackwell, Megatron's tp and cp collectives start in time only when launches keep their order."
+        ),
+    )
 
 
 def torchtitan(facts: Streams) -> tuple[Variable, ...]:

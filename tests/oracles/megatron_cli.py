@@ -55,7 +55,7 @@ def prepare() -> None:
     """Torch asks for Triton first (it must find none), then the stand-in is installed."""
     import torch._dynamo
     import torch._inductor.runtime.hints
-    import torch._inductor.runtime.triton_compat
+    import torch._inductor.runtime.triton_compat  # noqa: F401
     import torch.utils._triton as probes
 
     probes.has_triton_package()
@@ -163,7 +163,9 @@ def initialise(args: typing.Any, world: int, rank: int) -> None:
 class OnMeta(torch.overrides.TorchFunctionMode):
     """Tensors that are asked for on the GPU are made on the meta device."""
 
-    def __torch_function__(self, function: typing.Any, kinds: object, args: tuple[typing.Any, ...] = (), kwargs: typing.Any = None) -> typing.Any:
+    def __torch_function__(
+        self, function: typing.Any, kinds: object, args: tuple[typing.Any, ...] = (), kwargs: typing.Any = None
+    ) -> typing.Any:
         kwargs = {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "meta"
@@ -198,10 +200,14 @@ def build(args: typing.Any, config: typing.Any) -> dict[str, list[int]]:
     torch.cuda.Stream = torch.cuda.Event = lambda *_, **__: None
     config.use_cpu_initialization, config.perform_initialization, config.sequence_parallel = True, False, False
     config.context_parallel_size = 1
-    vocabulary = calculate_padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False)
+    vocabulary = calculate_padded_vocab_size(
+        args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False
+    )
     plain = DotProductAttention.__init__
 
-    def without_channels(self: typing.Any, *given: typing.Any, k_channels: object = None, v_channels: object = None, **named: typing.Any) -> None:
+    def without_channels(
+        self: typing.Any, *given: typing.Any, k_channels: object = None, v_channels: object = None, **named: typing.Any
+    ) -> None:
         plain(self, *given, **named)
 
     DotProductAttention.__init__ = without_channels
@@ -210,7 +216,9 @@ def build(args: typing.Any, config: typing.Any) -> dict[str, list[int]]:
     virtual = args.virtual_pipeline_model_parallel_size
     for chunk in range(virtual or 1):
         stage = chunk if virtual else None
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization, qk_l2_norm=False, vp_stage=stage)
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization, qk_l2_norm=False, vp_stage=stage
+        )
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=stage) if args.mtp_num_layers else None
         with torch.device("meta"), OnMeta():
             model = GPTModel(

@@ -66,7 +66,14 @@ def prepare() -> None:
     sys.meta_path.append(FakeTriton())
     torch._utils._get_available_device_type = lambda: "cpu"
     cpu = torch.cpu
-    for name, value in {"set_device": None, "get_device_name": "CPU", "reset_peak_memory_stats": None, "empty_cache": None, "memory_stats": {}, "current_device": 0}.items():
+    for name, value in {
+        "set_device": None,
+        "get_device_name": "CPU",
+        "reset_peak_memory_stats": None,
+        "empty_cache": None,
+        "memory_stats": {},
+        "current_device": 0,
+    }.items():
         setattr(cpu, name, lambda *_, value=value, **__: value)
     cpu.get_device_properties = lambda *_, **__: types.SimpleNamespace(total_memory=16 << 30, name="CPU")
     if not hasattr(cpu, "memory"):
@@ -76,7 +83,7 @@ def prepare() -> None:
 prepare()
 import torch  # noqa: E402
 import torchtitan.hf_datasets.text_datasets  # noqa: E402
-import torchtitan.trainer  # noqa: E402
+import torchtitan.trainer  # noqa: E402, F401
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402

@@ -63,7 +63,10 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "--overlap-cpu-optimizer-d2h-h2d": ("optimizer.overlap_cpu_optimizer_d2h_h2d=true",),
     "--use-precision-aware-optimizer": ("optimizer.use_precision_aware_optimizer=true",),
     "--fp8-param-gather": ("ddp.fp8_param_gather=true", "model.fp8_param=true"),
-    "--reuse-grad-buf-for-mxfp8-param-ag": ("ddp.reuse_grad_buf_for_mxfp8_param_ag=true", "optimizer.reuse_grad_buf_for_mxfp8_param_ag=true"),
+    "--reuse-grad-buf-for-mxfp8-param-ag": (
+        "ddp.reuse_grad_buf_for_mxfp8_param_ag=true",
+        "optimizer.reuse_grad_buf_for_mxfp8_param_ag=true",
+    ),
     "--log-throughput": ("logger.log_throughput=true",),
     "--mock-data": (),
     "--bf16": (),
@@ -102,11 +105,18 @@ def overrides(job: Job, layout: Layout, settings: EmitSettings) -> list[str]:
     """``section.field=value`` for every fact of the plan. Raises InputError for what the generic recipe has no field for."""
     model = job.model
     if isinstance(model.attention, LatentAttention):
-        raise refuse(TARGET, f"{model.name} has latent attention, which the generic recipe's model does not have; use --target megatron")
+        raise refuse(
+            TARGET, f"{model.name} has latent attention, which the generic recipe's model does not have; use --target megatron"
+        )
     if model.learned_positions and model.learned_positions != job.seq_len:
-        raise refuse(TARGET, f"the generic recipe learns as many positions as the sequence has tokens ({job.seq_len}), {model.name} {model.learned_positions}")
+        raise refuse(
+            TARGET,
+            f"the generic recipe learns as many positions as the sequence has tokens ({job.seq_len}), {model.name} {model.learned_positions}",
+        )
     if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
-        raise refuse(TARGET, f"{model.name} scales its rotary frequencies ({model.rope_scaling.kind}); the generic recipe does llama3's only")
+        raise refuse(
+            TARGET, f"{model.name} scales its rotary frequencies ({model.rope_scaling.kind}); the generic recipe does llama3's only"
+        )
     if job.precision not in PRECISIONS:
         raise refuse(TARGET, f"it has no mixed-precision recipe for {job.precision}")
     flags = all_flags(job, layout, settings, TARGET)

@@ -12,7 +12,7 @@ Flags = dict[str, tuple[str, ...]]
 
 
 def switch(*names: str) -> Flags:
-    return {name: () for name in names}
+    return dict.fromkeys(names, ())
 
 
 def words(flags: Flags) -> tuple[Word, ...]:

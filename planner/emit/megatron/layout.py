@@ -49,7 +49,9 @@ def degrees(job: Job, layout: Layout, target: str) -> Flags:
             etp = layout.tp * layout.cp
         elif layout.tp * layout.cp != layout.ep * layout.etp:
             raise refuse(
-                target, f"order {layout.order} needs expert data parallelism to equal dp: etp*ep = {layout.etp * layout.ep} must be tp*cp = {layout.tp * layout.cp}"
+                target,
+                f"order {layout.order} needs expert data parallelism to equal dp: etp*ep = {layout.etp * layout.ep} must be"
+                f" tp*cp = {layout.tp * layout.cp}",
             )
     flags["--expert-tensor-parallel-size"] = (str(etp),)
     if layout.sp:
@@ -89,7 +91,9 @@ def context(layout: Layout) -> Flags:
     if layout.ring > 1 and layout.ulysses > 1:
         sizes = (str(layout.ulysses), str(layout.ring))
         return {"--cp-comm-type": ("a2a+p2p",), "--hierarchical-context-parallel-sizes": sizes}
-    return {"--cp-comm-type": (CP_TYPES["ulysses" if layout.ulysses > 1 else "allgather" if layout.cp_kind == "allgather" else "ring"],)}
+    return {
+        "--cp-comm-type": (CP_TYPES["ulysses" if layout.ulysses > 1 else "allgather" if layout.cp_kind == "allgather" else "ring"],)
+    }
 
 
 def data_parallel(job: Job, layout: Layout, target: str) -> Flags:
@@ -104,7 +108,9 @@ def data_parallel(job: Job, layout: Layout, target: str) -> Flags:
     if layout.dp_replicate > 1:
         edp = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
         if job.model.moe is not None and edp % layout.dp_replicate:
-            raise refuse(target, f"dp_replicate {layout.dp_replicate} must divide the expert data parallelism {edp} (optimizer instances)")
+            raise refuse(
+                target, f"dp_replicate {layout.dp_replicate} must divide the expert data parallelism {edp} (optimizer instances)"
+            )
         flags["--num-distributed-optimizer-instances"] = (str(layout.dp_replicate),)
     if layout.zero >= 2:
         flags |= switch("--use-megatron-fsdp") | {

@@ -24,7 +24,9 @@ def model_flags(job: Job, target: str = "megatron") -> Flags:
         "--seq-length": (str(job.seq_len),),
         "--max-position-embeddings": (str(model.learned_positions or max(job.seq_len, model.max_seq_len)),),
     }
-    flags |= _norms(model) | _biases(model, target) | _feed_forward(model, target) | _mixer(model, target) | _positions(model, target)
+    flags |= (
+        _norms(model) | _biases(model, target) | _feed_forward(model, target) | _mixer(model, target) | _positions(model, target)
+    )
     if model.moe is not None:
         flags |= _experts(model, model.moe, target)
     if model.mtp:
@@ -44,9 +46,15 @@ def _possible(model: ModelSpec, target: str) -> None:
         if layer.ffn is None:
             raise refuse(target, f"{model.name} has layers without a feed-forward")
         if layer.parallel:
-            raise refuse(target, f"{model.name} runs attention and feed-forward in parallel (one residual); Megatron's layers run one after the other")
+            raise refuse(
+                target,
+                f"{model.name} runs attention and feed-forward in parallel (one residual); Megatron's layers run one after the other",
+            )
         if layer.norms != 2 or layer.post_norm:
-            raise refuse(target, f"{model.name} has {layer.norms} norms a layer{' behind the blocks' if layer.post_norm else ''}; Megatron has 2 before them")
+            raise refuse(
+                target,
+                f"{model.name} has {layer.norms} norms a layer{' behind the blocks' if layer.post_norm else ''}; Megatron has 2 before them",
+            )
     lacking = {
         "a norm after the embedding": model.embedding_norm, "an embedding of another width": model.embedding_width not in (None, model.hidden),
         "a bias of the output layer": model.head_bias, "norms without weights": not model.norm_weight, "no final norm": not model.final_norm,
@@ -72,13 +80,17 @@ def _biases(model: ModelSpec, target: str) -> Flags:
         return {}
     if rest == {False} and len(qkv) == 1 and not (moe is not None and moe.router_bias):
         return switch("--disable-bias-linear", *(("--add-qkv-bias",) if True in qkv else ()))
-    raise refuse(target, f"{model.name} has biases in some linear layers only; Megatron has them in all, in none, or in Q, K and V alone")
+    raise refuse(
+        target, f"{model.name} has biases in some linear layers only; Megatron has them in all, in none, or in Q, K and V alone"
+    )
 
 
 def _feed_forward(model: ModelSpec, target: str) -> Flags:
     widths = {layer.ffn.width for layer in model.kinds if isinstance(layer.ffn, Mlp)}
     if len(widths) > 1:
-        raise refuse(target, f"{model.name} has feed-forwards of widths {sorted(widths)}; Megatron has one width for all dense layers")
+        raise refuse(
+            target, f"{model.name} has feed-forwards of widths {sorted(widths)}; Megatron has one width for all dense layers"
+        )
     kinds = {(f.activation, f.gated) for layer in model.kinds if (f := layer.ffn) is not None}
     if len(kinds) > 1:
         raise refuse(target, f"{model.name} has feed-forwards of several kinds {sorted(kinds)}; Megatron has one")
@@ -100,7 +112,9 @@ def _mixer(model: ModelSpec, target: str) -> Flags:
         raise refuse(target, f"{model.name} has chunked attention, which pretrain_gpt.py does not build")
     bare = {_without_window(layer) for layer in model.kinds}
     if len(bare) > 1:
-        raise refuse(target, f"{model.name} has attention of several shapes; Megatron has one (sliding windows and skipped rotation apart)")
+        raise refuse(
+            target, f"{model.name} has attention of several shapes; Megatron has one (sliding windows and skipped rotation apart)"
+        )
     first = model.attention
     if isinstance(first, LatentAttention):
         return _latent(model, first, target)
@@ -127,12 +141,16 @@ def _mixer(model: ModelSpec, target: str) -> Flags:
 
 def _without_window(layer: Layer) -> Any:
     mixer = layer.mixer
-    return mixer.model_copy(update={"window": None, **({"rotary": True} if isinstance(mixer, Attention) else {})}) if mixer else None
+    return (
+        mixer.model_copy(update={"window": None, **({"rotary": True} if isinstance(mixer, Attention) else {})}) if mixer else None
+    )
 
 
 def _latent(model: ModelSpec, mixer: LatentAttention, target: str) -> Flags:
     if mixer.index_heads:
-        raise refuse(target, f"{model.name} picks tokens with an indexer (sparse attention); only dense latent attention is emitted")
+        raise refuse(
+            target, f"{model.name} picks tokens with an indexer (sparse attention); only dense latent attention is emitted"
+        )
     if any(getattr(layer.mixer, "window", None) for layer in model.kinds):
         raise refuse(target, f"{model.name} has latent attention with sliding windows, which pretrain_gpt.py does not build")
     flags: Flags = {"--num-attention-heads": (str(mixer.heads),)} | switch("--multi-latent-attention")
@@ -184,16 +202,25 @@ def _scaling(model: ModelSpec, target: str) -> Flags:
     factor = number(scaling.factor)
     if scaling.kind == "llama3":
         if (scaling.low, scaling.high, scaling.original) != (1.0, 4.0, 8192):
-            raise refuse(target, f"{model.name} scales its rotary frequencies from {scaling.original} positions; --use-rope-scaling does from 8192")
+            raise refuse(
+                target,
+                f"{model.name} scales its rotary frequencies from {scaling.original} positions; --use-rope-scaling does from 8192",
+            )
         return switch("--use-rope-scaling") | {"--rope-scaling-factor": (factor,)}
     if scaling.kind == "linear":
         if not scaling.factor.is_integer():
-            raise refuse(target, f"{model.name} stretches its positions by {factor}; --rotary-seq-len-interpolation-factor takes a whole number")
+            raise refuse(
+                target,
+                f"{model.name} stretches its positions by {factor}; --rotary-seq-len-interpolation-factor takes a whole number",
+            )
         return {"--rotary-seq-len-interpolation-factor": (factor,)}
     steps = 0.1 * math.log(scaling.factor)
     if isinstance(model.attention, LatentAttention):
         if scaling.original not in (0, 4096):
-            raise refuse(target, f"{model.name} scales its rotary frequencies from {scaling.original} positions; latent attention's YaRN does from 4096")
+            raise refuse(
+                target,
+                f"{model.name} scales its rotary frequencies from {scaling.original} positions; latent attention's YaRN does from 4096",
+            )
         softmax = math.sqrt(scaling.latent_attention)
         both = [number(round((share - 1) / steps, 6)) for share in (scaling.attention * softmax, softmax)]
         return {"--rotary-scaling-factor": (factor,), "--mscale": (both[0],), "--mscale-all-dim": (both[1],)}
@@ -232,7 +259,9 @@ def _experts(model: ModelSpec, moe: Moe, target: str) -> Flags:
         flags["--moe-router-topk-scaling-factor"] = (number(moe.scaling),)
     if moe.selection_bias:
         if moe.router != "sigmoid":
-            raise refuse(target, f"{model.name} selects experts with a bias on softmax scores; Megatron allows it on sigmoid scores")
+            raise refuse(
+                target, f"{model.name} selects experts with a bias on softmax scores; Megatron allows it on sigmoid scores"
+            )
         flags |= switch("--moe-router-enable-expert-bias") | {"--moe-router-bias-update-rate": ("0.001",)}
     if moe.shared_width:
         flags["--moe-shared-expert-intermediate-size"] = (str(moe.shared_width),)

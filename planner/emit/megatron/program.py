@@ -55,23 +55,29 @@ def training_flags(job: Job, settings: EmitSettings) -> Flags:
         flags["--tokenizer-type"] = ("NullTokenizer",)
     flags["--vocab-size"] = (str(job.model.vocab),)
     flags |= {"--data-path": settings.data} if settings.data else switch("--mock-data")
-    return flags | {
-        "--train-iters": (str(settings.steps),),
-        "--lr": (number(settings.learning_rate),),
-        "--lr-decay-style": ("cosine",),
-        "--weight-decay": ("0.1",),
-        "--adam-beta2": ("0.95",),
-        "--clip-grad": ("1.0",),
-        "--eval-iters": ("0",),
-        "--log-interval": ("1",),
-        "--seed": ("1234",),
-    } | switch("--log-throughput")
+    return (
+        flags
+        | {
+            "--train-iters": (str(settings.steps),),
+            "--lr": (number(settings.learning_rate),),
+            "--lr-decay-style": ("cosine",),
+            "--weight-decay": ("0.1",),
+            "--adam-beta2": ("0.95",),
+            "--clip-grad": ("1.0",),
+            "--eval-iters": ("0",),
+            "--log-interval": ("1",),
+            "--seed": ("1234",),
+        }
+        | switch("--log-throughput")
+    )
 
 
 def _notes(job: Job, settings: EmitSettings) -> tuple[str, ...]:
     notes = []
     if not settings.data:
-        notes.append("Trains on made-up tokens (--mock-data); for real data emit again with --data PREFIX and --set tokenizer=NAME.")
+        notes.append(
+            "Trains on made-up tokens (--mock-data); for real data emit again with --data PREFIX and --set tokenizer=NAME."
+        )
     if job.model.notes:
         notes.append(f"Of the model: {'; '.join(job.model.notes)}")
     return tuple(notes)

@@ -93,7 +93,9 @@ def context(said: Reader, cp: int) -> dict[str, Any]:
         return {}
     kinds = set(said.flags.get("cp-comm-type", ("p2p",)))
     if len(kinds) > 1:
-        raise InputError("--cp-comm-type", " ".join(sorted(kinds)), "differs between layers, which a layout does not express", "p2p")
+        raise InputError(
+            "--cp-comm-type", " ".join(sorted(kinds)), "differs between layers, which a layout does not express", "p2p"
+        )
     kind = kinds.pop()
     if kind == "a2a+p2p":
         sizes = said.flags.get("hierarchical-context-parallel-sizes", ())
@@ -140,14 +142,18 @@ def pipeline(said: Reader, layout: Layout, layers: int) -> dict[str, Any]:
     if said.has("pipeline-model-parallel-layout"):
         counts = layers_of(said.text("pipeline-model-parallel-layout"))
         if len(counts) % layout.pp:
-            raise InputError("--pipeline-model-parallel-layout", len(counts), f"has {len(counts)} stages, no multiple of pp = {layout.pp}")
+            raise InputError(
+                "--pipeline-model-parallel-layout", len(counts), f"has {len(counts)} stages, no multiple of pp = {layout.pp}"
+            )
         return _virtual(len(counts) // layout.pp, counts if len(set(counts)) > 1 else ())
     if said.has("num-virtual-stages-per-pipeline-rank"):
         return _virtual(said.number("num-virtual-stages-per-pipeline-rank"))
     if said.has("num-layers-per-virtual-pipeline-stage") and layers:
         each = said.number("num-layers-per-virtual-pipeline-stage")
         if each < 1 or layers % (layout.pp * each):
-            raise InputError("--num-layers-per-virtual-pipeline-stage", each, f"{layers} layers do not divide by pp * it = {layout.pp * each}")
+            raise InputError(
+                "--num-layers-per-virtual-pipeline-stage", each, f"{layers} layers do not divide by pp * it = {layout.pp * each}"
+            )
         return _virtual(layers // layout.pp // each)
     first, last = said.number("decoder-first-pipeline-num-layers", 0), said.number("decoder-last-pipeline-num-layers", 0)
     if first or last:
@@ -181,7 +187,9 @@ def layers_of(text: str) -> tuple[int, ...]:
         expanded = expanded[: match.start()] + match[1] * int(match[2]) + expanded[match.end() :]
     expanded = re.sub(r"[()]", "", expanded)
     if not re.fullmatch(r"E?(?:[tm](?:\*\d+)?|[|L])*", expanded) or expanded.count("L") > 1:
-        raise InputError("--pipeline-model-parallel-layout", text, "is made of E, t, m, L, | and repetitions, e.g. Et*7|t*9|t*9|t*7L")
+        raise InputError(
+            "--pipeline-model-parallel-layout", text, "is made of E, t, m, L, | and repetitions, e.g. Et*7|t*9|t*9|t*7L"
+        )
     return tuple(sum(int(n or 1) for n in re.findall(r"t(?:\*(\d+))?", stage)) for stage in expanded.split("|"))
 
 
@@ -189,7 +197,9 @@ def recompute(said: Reader, layout: Layout, layers: int) -> str:
     """``full`` for uniform, the first n layers of every chunk for block, ``selective(...)`` with its modules."""
     kind = "selective" if said.has("recompute-activations") else said.text("recompute-granularity")
     if kind == "selective":
-        return str(Layout.read(f"recompute=selective({','.join(said.flags.get('recompute-modules') or ('core_attn',))})")["recompute"])
+        return str(
+            Layout.read(f"recompute=selective({','.join(said.flags.get('recompute-modules') or ('core_attn',))})")["recompute"]
+        )
     if kind != "full":
         return "none"
     if said.text("recompute-method") != "block":

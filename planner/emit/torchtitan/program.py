@@ -24,7 +24,11 @@ SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble", "dualpipe-v": "DualPipeV",
 }  # fmt: skip
 BACKENDS = {"alltoall": "standard", "deepep": "deepep", "hybridep": "hybridep"}
-ASSETS = Need("HF_ASSETS_PATH", "the folder of the model's tokenizer (and weights), as torchtitan's download script makes it", "./assets/hf/NAME")
+ASSETS = Need(
+    "HF_ASSETS_PATH",
+    "the folder of the model's tokenizer (and weights), as torchtitan's download script makes it",
+    "./assets/hf/NAME",
+)
 VERSION = "0.3.0"
 
 
@@ -40,7 +44,9 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
     words = ("-m", "torchtitan.train", "--module", MODULE, "--config", "train")
     notes = [f"Written for torchtitan {VERSION}, whose field names differ from later ones."]
     if layout.offload:
-        notes.append("TorchTitan's offload moves parameters and gradients with the optimizer state; the prediction is for the states alone.")
+        notes.append(
+            "TorchTitan's offload moves parameters and gradients with the optimizer state; the prediction is for the states alone."
+        )
     return Program(
         target="torchtitan",
         words=tuple(Word(w) for w in words),
@@ -144,9 +150,15 @@ def imports(job: Job) -> str:
 def _expressible(job: Job, layout: Layout) -> None:
     """Raise for what no field expresses."""
     if layout.cp > 1 and layout.cp_kind != "allgather":
-        raise refuse("torchtitan", f"its context parallelism gathers keys and values; cp_kind={layout.cp_kind} is not there: plan with cp_kind=allgather")
+        raise refuse(
+            "torchtitan",
+            f"its context parallelism gathers keys and values; cp_kind={layout.cp_kind} is not there: plan with cp_kind=allgather",
+        )
     if job.model.mtp and layout.pp > 1:
-        raise refuse("torchtitan", f"it runs no multi-token prediction inside a pipeline, and {job.model.name} has {job.model.mtp} such module(s)")
+        raise refuse(
+            "torchtitan",
+            f"it runs no multi-token prediction inside a pipeline, and {job.model.name} has {job.model.mtp} such module(s)",
+        )
     replica = layout.dp_shard * layout.cp * layout.tp
     if replica % layout.ep:
         raise refuse("torchtitan", f"ep = {layout.ep} must divide dp_shard*cp*tp = {replica}: experts stay inside a replica")

@@ -128,17 +128,30 @@ def pipeline(parallel: dict[str, Any], pp: int, notes: list[str]) -> dict[str, A
         notes.append("no module_fqns_per_model_part: torchtitan splits the layers itself, counting embedding and head as layers")
         return {"schedule": schedule, "vpp": 1 if schedule in ("1f1b", "gpipe") else 2}
     if not isinstance(parts, list) or not all(isinstance(p, list) for p in parts) or not parts or len(parts) % pp:
-        raise InputError("parallelism.module_fqns_per_model_part", len(parts), f"must be lists of names, their number a multiple of pp = {pp}", pp)
+        raise InputError(
+            "parallelism.module_fqns_per_model_part",
+            len(parts),
+            f"must be lists of names, their number a multiple of pp = {pp}",
+            pp,
+        )
     counts = tuple(sum(isinstance(m, str) and m.startswith("layers.") for m in part) for part in parts)
     numbers = [m for part in parts for m in part if isinstance(m, str) and m.startswith("layers.")]
     if numbers != [f"layers.{i}" for i in range(len(numbers))]:
-        raise InputError("parallelism.module_fqns_per_model_part", len(numbers), "must name every layer once and in order (torchtitan drops what is not named)")
+        raise InputError(
+            "parallelism.module_fqns_per_model_part",
+            len(numbers),
+            "must name every layer once and in order (torchtitan drops what is not named)",
+        )
     return {"schedule": schedule, "vpp": len(parts) // pp, "stages": counts if len(set(counts)) > 1 else ()}
 
 
 def batches(parallel: dict[str, Any], training: dict[str, Any], layout: Layout) -> dict[str, Any]:
     if layout.pp > 1:
-        return {"micro_batch": _whole("parallelism.pipeline_parallel_microbatch_size", parallel.get("pipeline_parallel_microbatch_size", 1))}
+        return {
+            "micro_batch": _whole(
+                "parallelism.pipeline_parallel_microbatch_size", parallel.get("pipeline_parallel_microbatch_size", 1)
+            )
+        }
     return {"micro_batch": _whole("training.local_batch_size", training.get("local_batch_size", 8))}
 
 

@@ -23,7 +23,8 @@ class Oracle:
             pytest.skip(f"{' and '.join(missing)} not set: see docs/emit.md, 'Checked with the real parsers'")
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
         self.process = subprocess.Popen(
-            [os.environ[variable], str(FOLDER / driver)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
+            [os.environ[variable], str(FOLDER / driver)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, env=env,
         )  # fmt: skip
         assert self._line() == {"ready": True}
 

@@ -17,7 +17,8 @@ from profiles.model import ModelSpec
 
 
 def job_of(
-    model: str | ModelSpec = "llama-3.1-8b", cluster: str = "h100-sxm:8x8", execution: str = "megatron", seq_len: int = 8192, global_batch: int = 128,
+    model: str | ModelSpec = "llama-3.1-8b", cluster: str = "h100-sxm:8x8", execution: str = "megatron", seq_len: int = 8192,
+    global_batch: int = 128,
     precision: str = "bf16",
 ) -> Job:  # fmt: skip
     spec = load_model(model) if isinstance(model, str) else model

@@ -43,11 +43,14 @@ def one(job: Job, draw: random.Random) -> Layout | None:
     ep = draw.choice(divisors(moe.experts)) if moe is not None and "ep" in axes else 1
     etp = draw.choice((1, 1, 1, tp)) if moe is not None and "etp" in axes else 1
     changes: dict[str, Any] = {
-        "tp": tp, "pp": pp, "cp": cp, "dp_replicate": replicate, "dp_shard": dp // replicate, "zero": zero, "schedule": schedule, "vpp": vpp, "ep": ep,
-        "etp": etp, "sp": tp > 1 and limits.sequence_parallel, "micro_batch": draw.choice((1, 1, 2)), "order": draw.choice(limits.orders),
+        "tp": tp, "pp": pp, "cp": cp, "dp_replicate": replicate, "dp_shard": dp // replicate, "zero": zero, "schedule": schedule,
+        "vpp": vpp, "ep": ep, "etp": etp,
+        "sp": tp > 1 and limits.sequence_parallel, "micro_batch": draw.choice((1, 1, 2)), "order": draw.choice(limits.orders),
     }  # fmt: skip
     if cp > 1:
-        kinds = [k for k in limits.cp_kinds if k != "hybrid"] + [f"ring{r}xulysses{cp // r}" for r in divisors(cp)[1:-1] if "hybrid" in limits.cp_kinds]
+        kinds = [k for k in limits.cp_kinds if k != "hybrid"] + [
+            f"ring{r}xulysses{cp // r}" for r in divisors(cp)[1:-1] if "hybrid" in limits.cp_kinds
+        ]
         changes["cp_kind"] = draw.choice(kinds)
     if pp > 1 and limits.uneven_stages and draw.random() < 0.4:
         changes["stages"] = uneven(layers, pp * vpp, draw)

@@ -14,7 +14,12 @@ from planner.emit.core import EmitSettings
 from planner.emit.megatron.bridge import program
 from profiles.errors import InputError
 
-MODELS = [("llama-3.1-8b", "h100-sxm:8x8"), ("gpt3-175b", "a100-sxm:32x8"), ("qwen3-30b-a3b", "h100-sxm:8x8"), ("glm-4.5-air", "h100-sxm:16x8")]
+MODELS = [
+    ("llama-3.1-8b", "h100-sxm:8x8"),
+    ("gpt3-175b", "a100-sxm:32x8"),
+    ("qwen3-30b-a3b", "h100-sxm:8x8"),
+    ("glm-4.5-air", "h100-sxm:16x8"),
+]
 
 
 def overrides(model: str, layout: str, cluster: str = "h100-sxm:8x8", **settings: object) -> list[str]:
@@ -43,7 +48,11 @@ def test_lists_are_written_out_and_text_is_quoted() -> None:
 
 @pytest.mark.parametrize(
     ("model", "layout", "reason"),
-    [("deepseek-v3", "tp=8,ep=64,etp=1", "latent attention"), ("gpt-oss-20b", "tp=2,ep=4,etp=1", "rotary"), ("nemotron-4-15b", "tp=8", "squared-relu")],
+    [
+        ("deepseek-v3", "tp=8,ep=64,etp=1", "latent attention"),
+        ("gpt-oss-20b", "tp=2,ep=4,etp=1", "rotary"),
+        ("nemotron-4-15b", "tp=8", "squared-relu"),
+    ],
 )
 def test_what_the_generic_recipe_lacks_is_refused(model: str, layout: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason) as error:

@@ -11,12 +11,25 @@ from pathlib import Path
 import pytest
 from plans import job_of, plan_of, renamed
 
-from planner.emit.core import LAUNCHERS, TARGETS, EmitSettings, Need, Variable, Word, emit, from_environment, in_folder, lines, needs
+from planner.emit.core import (
+    LAUNCHERS,
+    TARGETS,
+    EmitSettings,
+    Need,
+    Variable,
+    Word,
+    emit,
+    from_environment,
+    in_folder,
+    lines,
+    needs,
+)
 from planner.plan import Plan
 from profiles.errors import InputError
 
 HOSTILE = [
-    "$(touch pwned)", "`touch pwned`", "a'; touch pwned; '", 'a"; touch pwned; "', "a\ntouch pwned\n", "model with spaces", "--flag", "$HOME", "a\\",
+    "$(touch pwned)", "`touch pwned`", "a'; touch pwned; '", 'a"; touch pwned; "', "a\ntouch pwned\n", "model with spaces", "--flag",
+    "$HOME", "a\\",
     "${IFS}touch${IFS}pwned", "%s", "a\r\ntouch pwned", "#",
 ]  # fmt: skip
 LAYOUTS = {"axisplan": "tp=2,pp=2", "megatron": "tp=2,pp=2", "megatron-bridge": "tp=2,pp=2", "torchtitan": "tp=2,pp=2,zero=2"}
@@ -96,7 +109,8 @@ def test_paths_with_spaces_and_quotes_work(tmp_path: Path) -> None:
 def test_what_the_user_must_set_is_asked_for_by_name(tmp_path: Path) -> None:
     emit(plan("megatron"), "megatron", "torchrun", tmp_path / "launch", EmitSettings())
     done = subprocess.run(
-        ["bash", str(tmp_path / "launch" / "launch.sh")], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60, check=False,
+        ["bash", str(tmp_path / "launch" / "launch.sh")], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("launch.sh: set MEGATRON_PATH to your checkout of Megatron-LM")

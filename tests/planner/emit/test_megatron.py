@@ -72,7 +72,11 @@ def test_rotary_scaling_is_written_in_megatrons_terms() -> None:
     deepseek = emitted("deepseek-v3", "tp=2,pp=16,ep=64,etp=1", "h100-sxm:256x8", seq_len=4096, global_batch=8192)
     assert (deepseek["--rotary-scaling-factor"], deepseek["--mscale"], deepseek["--mscale-all-dim"]) == (["40"], ["1"], ["1"])
     oss = emitted("gpt-oss-20b", "tp=2,ep=4,etp=1")
-    assert (oss["--position-embedding-type"], oss["--yarn-original-max-position-embeddings"], oss["--mscale"]) == (["yarn"], ["4096"], ["1"])
+    assert (oss["--position-embedding-type"], oss["--yarn-original-max-position-embeddings"], oss["--mscale"]) == (
+        ["yarn"],
+        ["4096"],
+        ["1"],
+    )
     assert "--use-rope-scaling" not in emitted("llama-2-7b", "tp=2", seq_len=4096)
 
 
@@ -119,7 +123,9 @@ def test_a_layout_string_holds_every_layer_once(layers: int, chunks: int) -> Non
 
 
 def test_thirty_layers_over_four_stages_lose_none() -> None:
-    model = uniform("thirty", Layer(mixer=Attention(heads=8, kv_heads=8, head_dim=64), ffn=Mlp(width=2048)), 30, hidden=512, vocab=32000)
+    model = uniform(
+        "thirty", Layer(mixer=Attention(heads=8, kv_heads=8, head_dim=64), ffn=Mlp(width=2048)), 30, hidden=512, vocab=32000
+    )
     made = flags(program(plan_of(job_of(model), "tp=2,pp=4"), EmitSettings()))
     assert layers_of(made["--pipeline-model-parallel-layout"][0]) == (7, 8, 8, 7)
 
@@ -131,8 +137,10 @@ def test_the_layout_string_of_the_note_is_read_as_megatron_reads_it() -> None:
 @pytest.mark.parametrize(
     ("facts", "value"),
     [
-        (Streams(9, tp=4), "1"), (Streams(8, cp=2), "1"), (Streams(9, tp=2, fsdp=True), "unset"), (Streams(9, fsdp=True), "unset"), (Streams(10, tp=8), ""),
-        (Streams(9), ""), (Streams(9, tp=2, ep_overlap=True), "32"), (Streams(9, ep_overlap=True), ""), (Streams(0, tp=8), ""), (Streams(None, tp=8), "1"),
+        (Streams(9, tp=4), "1"), (Streams(8, cp=2), "1"), (Streams(9, tp=2, fsdp=True), "unset"), (Streams(9, fsdp=True), "unset"),
+        (Streams(10, tp=8), ""),
+        (Streams(9), ""), (Streams(9, tp=2, ep_overlap=True), "32"), (Streams(9, ep_overlap=True), ""), (Streams(0, tp=8), ""),
+        (Streams(None, tp=8), "1"),
     ],
 )  # fmt: skip
 def test_connections_that_megatron_demands_by_architecture_and_features(facts: Streams, value: str) -> None:
@@ -142,7 +150,9 @@ def test_connections_that_megatron_demands_by_architecture_and_features(facts: S
         assert "Conflict" in made[0].reason
 
 
-@pytest.mark.parametrize(("facts", "value"), [(Streams(9, tp=2, fsdp=True), "32"), (Streams(9, fsdp=True), ""), (Streams(9, tp=2), "")])
+@pytest.mark.parametrize(
+    ("facts", "value"), [(Streams(9, tp=2, fsdp=True), "32"), (Streams(9, fsdp=True), ""), (Streams(9, tp=2), "")]
+)
 def test_torchtitan_with_fsdp_and_tp_has_many_connections(facts: Streams, value: str) -> None:
     assert [v.value for v in connections.torchtitan(facts)] == ([value] if value else [])
 
@@ -184,9 +194,12 @@ def test_a_width_that_tp_does_not_divide_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "reason"),
     [
-        ("falcon-40b", "tp=4", "in parallel"), ("gemma-2-9b", "tp=4", "4 norms"), ("olmo-2-7b", "tp=4", "norms"), ("bloom-176b", "tp=8", "norm after"),
-        ("llama-4-scout", "tp=4,etp=1", "chunked"), ("mamba2-2.7b", "tp=4", "state space"), ("qwen3-next-80b-a3b", "tp=2,etp=1", "linear attention"),
-        ("gemma-2b", "tp=1", "gelu"), ("opt-13b", "tp=4", "relu"), ("minimax-m2", "tp=4,etp=1", "query-key norms"), ("glm-4-32b", "tp=2", "norms"),
+        ("falcon-40b", "tp=4", "in parallel"), ("gemma-2-9b", "tp=4", "4 norms"), ("olmo-2-7b", "tp=4", "norms"),
+        ("bloom-176b", "tp=8", "norm after"),
+        ("llama-4-scout", "tp=4,etp=1", "chunked"), ("mamba2-2.7b", "tp=4", "state space"),
+        ("qwen3-next-80b-a3b", "tp=2,etp=1", "linear attention"),
+        ("gemma-2b", "tp=1", "gelu"), ("opt-13b", "tp=4", "relu"), ("minimax-m2", "tp=4,etp=1", "query-key norms"),
+        ("glm-4-32b", "tp=2", "norms"),
     ],
 )  # fmt: skip
 def test_models_that_megatrons_gpt_does_not_build_are_refused_with_the_reason(model: str, layout: str, reason: str) -> None:
@@ -223,7 +236,9 @@ def test_routers_of_mixtures_are_told_apart() -> None:
     mixtral, switch = load_model("mixtral-8x7b"), load_model("mixtral-8x7b")
     layer = switch.kinds[0]
     assert isinstance(layer.ffn, Moe)
-    raw = switch.model_copy(update={"kinds": (layer.model_copy(update={"ffn": layer.ffn.model_copy(update={"normalise_top_k": False})}),)})
+    raw = switch.model_copy(
+        update={"kinds": (layer.model_copy(update={"ffn": layer.ffn.model_copy(update={"normalise_top_k": False})}),)}
+    )
     normalised = flags(program(plan_of(job_of(mixtral), "tp=2,ep=8,etp=1"), EmitSettings()))
     plain = flags(program(plan_of(job_of(raw), "tp=2,ep=8,etp=1"), EmitSettings()))
     assert "--moe-router-pre-softmax" not in normalised
@@ -232,7 +247,12 @@ def test_routers_of_mixtures_are_told_apart() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "flag", "value"),
-    [("fp8", "--fp8-format", "hybrid"), ("mxfp8", "--fp8-recipe", "mxfp8"), ("nvfp4", "--fp4-recipe", "nvfp4"), ("fp16", "--fp16", None)],
+    [
+        ("fp8", "--fp8-format", "hybrid"),
+        ("mxfp8", "--fp8-recipe", "mxfp8"),
+        ("nvfp4", "--fp4-recipe", "nvfp4"),
+        ("fp16", "--fp16", None),
+    ],
 )
 def test_precisions(precision: str, flag: str, value: str | None) -> None:
     made = emitted("llama-3.1-8b", "tp=2", "b200:4x8", precision=precision)

@@ -20,7 +20,9 @@ from planner.emit.megatron.program import program
 from profiles.errors import InputError
 from profiles.model import Attention, LatentAttention
 
-LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
+LOCAL = (
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
+)
 DENSE = [("llama-3.1-8b", "h100-sxm:8x8"), ("qwen3-4b", "h100-sxm:2x8"), ("gpt3-175b", "a100-sxm:32x8"), ("qwen2.5-7b", "b200:4x8")]
 MOE = [
     ("mixtral-8x7b", "h100-sxm:8x8"), ("qwen3-30b-a3b", "h100-sxm:8x8"), ("deepseek-v3", "h100-sxm:64x8"), ("gpt-oss-20b", "b200:4x8"),
@@ -56,7 +58,8 @@ def emitted(job: Job, seed: int) -> Iterator[Layout]:
         try:
             program(plan_of(job, layout, legal=False), EmitSettings())
         except InputError as error:
-            assert any(word in str(error) for word in ("optimizer instances", "expert data parallelism to equal dp")), error
+            if not any(word in str(error) for word in ("optimizer instances", "expert data parallelism to equal dp")):
+                raise
         else:
             yield layout
 
@@ -97,7 +100,9 @@ def accepted(megatron: Oracle, pairs: Iterator[tuple[Job, Layout]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", [DENSE, MOE], ids=["dense", "moe"])
-def test_twenty_random_plans_are_accepted_with_the_rank_groups_of_the_layout(megatron: Oracle, models: list[tuple[str, str]]) -> None:
+def test_twenty_random_plans_are_accepted_with_the_rank_groups_of_the_layout(
+    megatron: Oracle, models: list[tuple[str, str]]
+) -> None:
     accepted(megatron, cases(models, 20, 1))
 
 

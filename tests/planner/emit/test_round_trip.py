@@ -26,8 +26,10 @@ def canonical(job: Job, layout: Layout) -> dict[str, Any]:
     default = same_placement(layout, layout.order, "tp-cp-dp-pp")
     return {
         "degrees": (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp, layout.dp), "ring": (layout.ring, layout.ulysses),
-        "gathered": layout.cp > 1 and layout.cp_kind == "allgather", "zero": layout.zero if layout.dp_shard * layout.cp > 1 or layout.zero == 1 else 0,
-        "shards": layout.dp_shard if sharded and layout.zero else 1, "default_order": default, "sp": layout.sp, "micro_batch": layout.micro_batch,
+        "gathered": layout.cp > 1 and layout.cp_kind == "allgather",
+        "zero": layout.zero if layout.dp_shard * layout.cp > 1 or layout.zero == 1 else 0,
+        "shards": layout.dp_shard if sharded and layout.zero else 1, "default_order": default, "sp": layout.sp,
+        "micro_batch": layout.micro_batch,
         "schedule": layout.schedule if layout.pp > 1 else "", "counts": counts, "offload": layout.offload, "capacity": layout.capacity,
         "recompute": [(r.mode, r.modules) for r in map(layout.recompute_rules.of, range(job.model.num_layers))],
         "dispatcher": layout.dispatcher if layout.ep > 1 else "",
@@ -48,7 +50,8 @@ def test_what_is_emitted_is_read_back_as_the_same_plan(target: str, file: str, m
         try:
             found = returned(job, layout, target, file, tmp_path / str(compared))
         except InputError as error:
-            assert error.field == "--target", error
+            if error.field != "--target":
+                raise
             continue
         compared += 1
         assert canonical(job, found.layout) == canonical(job, layout), str(layout)
@@ -85,7 +88,9 @@ torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py \\
 
 def test_expert_tensor_parallelism_left_out_is_megatrons_default_and_said(tmp_path: Path) -> None:
     file = tmp_path / "args"
-    file.write_text("--num-layers 4 --num-experts 8 --tensor-model-parallel-size 4 --expert-model-parallel-size 2 --micro-batch-size 1")
+    file.write_text(
+        "--num-layers 4 --num-experts 8 --tensor-model-parallel-size 4 --expert-model-parallel-size 2 --micro-batch-size 1"
+    )
     found = read_configuration("megatron", file, 8)
     assert found.layout.etp == 4
     assert any("expert-tensor" in note for note in found.notes)
@@ -123,7 +128,11 @@ def test_nothing_in_a_torchtitan_configuration_is_run(tmp_path: Path) -> None:
         ("megatron", "nothing here", "FILE"),
         ("megatron", "--num-layers 4 --tensor-model-parallel-size two", "--tensor-model-parallel-size"),
         ("megatron", "--num-layers 4 --context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type"),
-        ("megatron", "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|t|tL'", "--pipeline-model-parallel-layout"),
+        (
+            "megatron",
+            "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|t|tL'",
+            "--pipeline-model-parallel-layout",
+        ),
         ("torchtitan", "def f(:", "FILE"),
         ("torchtitan", "x = 1", "FILE"),
         ("torchtitan", "ParallelismConfig(tensor_parallel_degree='2')", "parallelism.tensor_parallel_degree"),

@@ -60,7 +60,8 @@ def test_resharding_follows_zero(layout: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "text"), [("none", "activation_checkpoint=None"), ("full", "FullAC.Config()"), ("selective(op)", "SelectiveAC.Config()")]
+    ("recompute", "text"),
+    [("none", "activation_checkpoint=None"), ("full", "FullAC.Config()"), ("selective(op)", "SelectiveAC.Config()")],
 )
 def test_activation_checkpointing(recompute: str, text: str) -> None:
     assert text in source(f"zero=3,recompute={recompute}")
