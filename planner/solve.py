@@ -186,7 +186,7 @@ def declared(search: Search) -> str:
         "model": "one for the whole model",
     }[limits.recompute]
     return (
-        f"tp, pp, vpp (to 8), cp ({', '.join(limits.cp_kinds)}), ep, etp: every divisor; orders {', '.join(limits.orders)}; ZeRO"
+        f"tp, pp, vpp (to 8), cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp 1 or tp; orders {', '.join(limits.orders)}; ZeRO"
         f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))}; uneven stages;"
         f" recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
     )

@@ -172,6 +172,8 @@ class Space:
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
         self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
+        self._counted: dict[tuple[Prefix, str], int] = {}
+        self._order_memo: dict[Prefix, list[str]] = {}
         self._batches: dict[tuple[int, int, int], tuple[Batch, ...]] = {}
         self._allowed: dict[tuple[str, Any], bool] = {}
 
@@ -253,12 +255,18 @@ class Space:
         for ep in divisors(experts) if experts > 1 else [1]:
             if stage % ep or not self.allowed("ep", ep):
                 continue
-            for etp in divisors(stage // ep) if experts > 1 else [1]:
+            for etp in self._expert_tensor(base.tp) if experts > 1 else [1]:
+                if stage % (ep * etp):
+                    continue
                 if etp > base.tp or width % etp or not self.allowed("etp", etp):
                     continue
                 chosen = _Chosen(**base.__dict__, ep=ep, etp=etp)
                 if self._legal(chosen, known, frozenset(("ep", "etp"))):
                     yield Prefix(base.tp, base.cp, base.cp_kind, base.pp, base.dp, ep, etp)
+
+    def _expert_tensor(self, tp: int) -> list[int]:
+        """Degrees of expert tensor parallelism tried: whole experts, or split as the dense layers are; any divisor where it is pinned."""
+        return divisors(tp) if any(w.field == "etp" for w in self.pins) else sorted({1, tp})
 
     def _kinds(self, cp: int) -> Iterator[str]:
         if cp == 1:
@@ -406,6 +414,12 @@ class Space:
         """How many columns complete a core."""
         if any(len(e) > 1 for e in self.excluded):
             return len(self.columns_of(prefix, batch))
+        at = (prefix, batch.schedule)
+        if at not in self._counted:
+            self._counted[at] = self._count(prefix, batch)
+        return self._counted[at]
+
+    def _count(self, prefix: Prefix, batch: Batch) -> int:
         pp = prefix.pp > 1
         splits = self._splits((prefix.tp, prefix.cp, pp, prefix.dp, prefix.ep * prefix.etp), prefix)
         others = len(self._legal_orders(prefix)) * len(self._dispatchers(prefix)) * len(self._offloads())
@@ -430,6 +444,11 @@ class Space:
 
     def _legal_orders(self, prefix: Prefix) -> list[str]:
         """Orders that no rule forbids and that place ranks differently."""
+        if prefix not in self._order_memo:
+            self._order_memo[prefix] = self._find_orders(prefix)
+        return self._order_memo[prefix]
+
+    def _find_orders(self, prefix: Prefix) -> list[str]:
         known = frozenset(("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp"))
         base = {f: getattr(prefix, f) for f in ("tp", "cp", "cp_kind", "pp", "dp", "ep", "etp", "sp")}
         return [o for o in self._orders(prefix) if self._legal(_Chosen(**base, order=o), known, frozenset(("order",)))]
