@@ -14,7 +14,7 @@ from cost_models.activations import chunk_memory, runs_of, unit_cost
 from cost_models.job import Job
 from cost_models.layer_cost import Local
 from cost_models.layout import SPLIT_BACKWARD, Layout
-from cost_models.memory import StageMemory, stage_memory
+from cost_models.memory import ZERO_BUBBLE, StageMemory, stage_memory
 from cost_models.recompute import recomputed
 from cost_models.schedules import in_flight
 from cost_models.stage_states import stage_units, tensors
@@ -58,9 +58,12 @@ def step_formula(job: Job, layout: Layout, stage: int) -> StepFormula:
 def kept_activations(job: Job, layout: Layout, stage: int, microbatches: int) -> float:
     """Most bytes kept from forward to backward at once, over the schedule's fullest moments."""
     chunks = {c: chunk_memory(job, layout, c) for c in layout.chunks_of_rank(stage)}
-    held = in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)[stage]
-    alive = {c: float(m.kept) for c, m in chunks.items()}
-    return float(held.peak(alive, {c: float(m.weight_pass) for c, m in chunks.items()}))
+    most = 0.0
+    for snapshot in in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)[stage].snapshots:
+        size = sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot)
+        left = [chunks[c].weight_pass - chunks[c].kept for c, alive, _ in snapshot if alive]
+        most = max(most, size + (max(0, *left) if left and layout.schedule in ZERO_BUBBLE else 0))
+    return float(most)
 
 
 def chunk_operations(job: Job, layout: Layout, chunk: int) -> Iterator[Operation]:

@@ -147,12 +147,15 @@ def watched(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
     before, run, transfer, step, norm = pipeline.before, pipeline.run, pipeline._transfer, optimizer.step, optimizer.squared_norm
 
     def on_action(chunk: Chunk, kind: str, microbatch: int) -> None:
-        tracer.enter_phase(f"{kind}{chunk.index}.{microbatch}", "activations" if kind == "F" else "temporary")
+        tracer.enter_phase(f"{kind}{chunk.index}.{microbatch}", {"F": "activations", "B": "held"}.get(kind, "temporary"))
+        arrived = pipeline._received.get(("F", microbatch, chunk.index - 1)) if kind == "F" else None
+        if arrived is not None:
+            tracer.see(arrived[1], "activations")
         if before is not None:
             before(chunk, kind, microbatch)
 
     def on_transfer(one: Transfer) -> None:
-        with tracer.as_category("activations" if one.what == "F" else "temporary"):
+        with tracer.as_category("buffers"):
             transfer(one)
 
     def phase(name: str, function: Callable[..., Any], after: str | None = None) -> Callable[..., Any]:

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.dryrun.counting import Call, call_of, flops_of
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "gathered", "buffers")
-"""``gathered``: whole parameters that ZeRO-3 brings together; ``buffers``: batch, tables, transfers."""
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "held", "temporary", "gathered", "buffers")
+"""``held``: gradients that an input-gradient pass leaves for its weight-gradient pass; ``gathered``: whole parameters that ZeRO-3
+brings together; ``buffers``: batch, tables, tensors received and not yet used."""
 
 
 FINENESS = 0.005
@@ -40,8 +41,9 @@ class Span:
 
 @dataclass
 class Record:
-    """What a step did. ``peaks``: bytes by category at the fullest moment; ``kept``: most activations alive between two actions;
-    ``curve``: (operation, bytes alive by category), where an action begins or memory has changed visibly."""
+    """What a step did. ``at_peak``: bytes by category at the fullest moment; ``most``: each category's own maximum; ``kept``: most
+    activations and held gradients alive between two actions; ``curve``: (operation, bytes alive by category), where an action begins
+    or memory has changed visibly."""
 
     peak_bytes: int = 0
     peak_at: str = ""
@@ -117,7 +119,7 @@ class Tracer(TorchDispatchMode):
     def enter_phase(self, phase: str, category: str) -> None:
         """A new piece of work begins."""
         record = self.record
-        record.kept = max(record.kept, self.bytes["activations"])
+        record.kept = max(record.kept, self.bytes["activations"] + self.bytes["held"])
         for name in CATEGORIES:
             record.most[name] = max(record.most[name], self.bytes[name])
         if record.spans:

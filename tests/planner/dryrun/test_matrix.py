@@ -1,0 +1,46 @@
+"""Sixty plans: the cost models against the program of one rank, traced. What must be equal is equal to the byte and the FLOP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+from planner.dryrun.report import dry_run
+from planner.plan import Plan
+
+QUICK = [
+    ("dense", 1, "tp=1"), ("dense", 8, "tp=2,zero=1"), ("dense", 8, "tp=2,pp=2,zero=2,recompute=full"),
+    ("moe", 8, "tp=2,ep=4,etp=2"), ("mla", 16384, "tp=4,pp=4,zero=1"), ("dense", 8, "cp=2,zero=0"), ("dense", 8, "zero=3"),
+    ("dense", 8, "pp=4,schedule=zb-h1"),
+]  # fmt: skip
+REST = [
+    ("dense", 8, "zero=0"), ("dense", 8, "zero=1"), ("dense", 8, "zero=2"), ("dense", 8, "tp=8"), ("dense", 8, "tp=4,sp=false"),
+    ("dense", 8, "zero=3,dp_replicate=2,dp_shard=4"), ("dense", 8, "zero=1,dp_replicate=2,dp_shard=4"),
+    ("dense", 8, "zero=2,dp_replicate=2,dp_shard=4"), ("dense", 8, "cp=4"), ("dense", 8, "cp=4,cp_kind=ulysses"),
+    ("dense", 8, "cp=4,cp_kind=allgather"), ("dense", 8, "cp=4,cp_kind=ring2xulysses2"), ("dense", 8, "tp=2,cp=2,zero=2"),
+    ("dense", 8, "tp=2,cp=2,pp=2"), ("dense", 8, "pp=2,schedule=gpipe"), ("dense", 8, "pp=4,schedule=1f1b"),
+    ("dense", 8, "pp=2,vpp=2,schedule=interleaved"), ("dense", 8, "pp=2,vpp=2,schedule=zb-h1"), ("dense", 8, "pp=2,schedule=zb-v"),
+    ("dense", 8, "pp=2,schedule=dualpipe-v"), ("dense", 8, "pp=2,schedule=zb-h1,zero=2"), ("dense", 8, "pp=2,schedule=zb-v,zero=3"),
+    ("dense", 8, "pp=2,zero=3"), ("dense", 8, "tp=2,zero=3"), ("dense", 8, "cp=2,zero=3"), ("dense", 8, "recompute=full"),
+    ("dense", 8, "tp=2,recompute=selective(core_attn)"), ("dense", 8, "tp=2,recompute=selective(mlp)"),
+    ("dense", 8, "recompute=selective(mlp_act)"), ("dense", 8, "tp=2,recompute=selective(layernorm)"),
+    ("dense", 8, "recompute=0-1:full/2-3:none"), ("dense", 8, "zero=3,recompute=full"), ("dense", 8, "pp=2,zero=3,recompute=full"),
+    ("dense", 64, "tp=8,pp=2,micro_batch=2"), ("dense", 16384, "tp=8,pp=4,zero=1"), ("dense", 16384, "tp=8,pp=4,zero=3"),
+    ("dense", 1024, "tp=4,cp=4,pp=2,zero=1"), ("moe", 8, "tp=1"), ("moe", 8, "ep=8"), ("moe", 8, "ep=4,zero=2"), ("moe", 8, "ep=4,zero=3"),
+    ("moe", 8, "ep=4,zero=0"), ("moe", 8, "tp=2,ep=4"), ("moe", 8, "tp=2,ep=2,sp=false"), ("moe", 8, "pp=2,ep=2,recompute=full"),
+    ("moe", 8, "ep=2,recompute=selective(moe_act)"), ("moe", 8, "ep=2,recompute=selective(moe)"), ("moe", 2048, "tp=2,pp=4,ep=16"),
+    ("shared", 8, "ep=4"), ("shared", 8, "tp=2,ep=4,recompute=full"), ("shared", 8, "cp=2,ep=4"), ("mla", 8, "tp=1"), ("mla", 8, "tp=2"),
+    ("mla", 8, "cp=2"), ("mla", 8, "pp=2,recompute=full"), ("mla", 8, "zero=3"), ("deepseek", 8, "ep=4"), ("deepseek", 8, "tp=2,ep=4"),
+    ("deepseek", 2048, "pp=4,ep=16,recompute=full"), ("deepseek", 8, "pp=2,ep=4,schedule=dualpipe-v"),
+]  # fmt: skip
+MATRIX = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
+
+
+@pytest.mark.parametrize(("kind", "world", "layout"), MATRIX)
+def test_formula_and_program_agree(kind: str, world: int, layout: str, make_plan: Callable[..., Plan]) -> None:
+    pp = 4 if "pp=4" in layout else 2
+    plan = make_plan(kind, world, layout, global_batch=max(world, 8) * (2 if "pp" in layout else 1), layers=2 * pp)
+    run = dry_run(plan)
+    assert [f"{d.what}: {d.formula:.0f} {d.trace:.0f} {d.named}" for d in run.disagreements] == []

@@ -1,0 +1,38 @@
+"""The trace against real processes: bytes that the allocator handed out, collectives that were called."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+from planner.dryrun.rank import trace
+from planner.plan import Plan
+
+CASES = [
+    ("dense", 2, "tp=2,zero=1"), ("dense", 2, "pp=2,dp=1"), ("dense", 2, "zero=2"),
+    pytest.param("dense", 4, "tp=2,pp=2", marks=pytest.mark.slow), pytest.param("dense", 2, "zero=3", marks=pytest.mark.slow),
+    pytest.param("dense", 2, "cp=2", marks=pytest.mark.slow), pytest.param("moe", 2, "ep=2", marks=pytest.mark.slow),
+    pytest.param("mla", 2, "tp=2,recompute=full", marks=pytest.mark.slow),
+    pytest.param("dense", 2, "pp=2,vpp=2,schedule=zb-v", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "world", "layout"), CASES)
+def test_traced_peak_and_collectives_are_the_real_ones(
+    kind: str, world: int, layout: str, make_plan: Callable[..., Plan], processes: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    plan = make_plan(kind, world, layout, layers=2 if "vpp" not in layout else 4, seq_len=512)
+    plan.save(tmp_path / "plan.json")
+    for real in processes(world, "really", path=str(tmp_path / "plan.json")):
+        traced = trace(plan.job(), plan.layout_object, real["rank"])
+        assert traced.record.peak_bytes == pytest.approx(real["peak"], rel=0.02)
+        sent: Counter[str] = Counter()
+        for call in traced.record.calls:
+            sent[f"{call.axis} {call.kind}"] += call.bytes
+        if "ep" not in layout:  # real tokens choose their experts
+            assert dict(sent) == real["sent"]
