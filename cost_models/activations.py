@@ -140,7 +140,7 @@ def _unit(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule) -> UnitM
     return UnitMemory(
         kept_bytes(cost, rule, degrees.tp, discards_outputs=job.execution.discards_outputs),
         cost.saved_bytes,
-        cost.weight_pass_bytes,
+        cost.retained_bytes if job.execution.split_backward_keeps_graph else cost.weight_pass_bytes,
         cost.transient,
     )
 

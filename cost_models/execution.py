@@ -152,6 +152,9 @@ class Execution(TimeFacts):
     """Boundary activations held by pipeline sends and receives."""
     pipeline_output_kept: bool = False
     """A stage keeps its output until its backward, beside the tensors its layers keep (PyTorch's stages; Megatron frees it)."""
+    split_backward_keeps_graph: bool = False
+    """The input-gradient pass of a split backward frees nothing before the weight-gradient pass (PyTorch's graph partition: each
+    weight's node refers to all nodes below it)."""
     recompute_unit: int = 1
     """Layers of one checkpoint under full recompute."""
     discards_outputs: bool = True

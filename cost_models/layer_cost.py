@@ -83,13 +83,24 @@ class LayerCost:
     def weight_pass_bytes(self) -> Number:
         """What a schedule that runs the weight gradients apart holds between the two passes: their inputs, and the gradients of
         the linear layers' outputs (2 bytes an element)."""
-        held = sum(s.bytes for s in self.saved if s.held_for_weight)
+        return sum(s.bytes for s in self.saved if s.held_for_weight) + self.output_gradient_bytes
+
+    @property
+    def output_gradient_bytes(self) -> Number:
+        """Gradients of the linear layers' outputs, 2 bytes an element: what their weight gradients need beside their inputs."""
+        total: Number = 0
         for op in self.backward_weight:
             if isinstance(op, Matmul):
-                held = held + 2 * op.k * op.n
+                total = total + 2 * op.k * op.n
             elif isinstance(op, GroupedMatmul):
-                held = held + 2 * op.tokens * op.n
-        return held
+                total = total + 2 * op.tokens * op.n
+        return total
+
+    @property
+    def retained_bytes(self) -> Number:
+        """The same where the pass between keeps the whole graph: everything saved, and the gradients of norms' outputs as well."""
+        norms = sum(s.bytes for s in self.saved if s.name.endswith("_norm_input"))
+        return self.saved_bytes + self.output_gradient_bytes + norms
 
     def operations(self) -> tuple[Operation, ...]:
         return self.forward + self.backward_input + self.backward_weight

@@ -118,7 +118,9 @@ Snapshot = tuple[tuple[int, int, int], ...]
 
 def peak(layout: Layout, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots: Sequence[Snapshot]) -> Peak:
     """The fullest moment of a rank with these ``chunks`` over the schedule's ``snapshots``."""
-    moments = [found for snapshot in snapshots for found in _moments(chunks, snapshot, fixed.gathered)]
+    moments = [
+        found for snapshot in snapshots for found in _moments(chunks, snapshot, fixed.gathered, layout.schedule in ZERO_BUBBLE)
+    ]
     activations, temporary, moment = max(moments, key=lambda found: found[0] + found[1])
     away = 0.0
     if "activations" in layout.offload:
@@ -130,15 +132,20 @@ def peak(layout: Layout, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapsh
     return Peak(activations, temporary, moment, away)
 
 
+ZERO_BUBBLE = ("zb-h1", "zb-h2", "zb-v")
+"""Schedules that split the backward of every microbatch."""
+
+
 def _moments(
-    chunks: Mapping[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[float, float]
+    chunks: Mapping[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[float, float], split: bool
 ) -> list[tuple[float, float, str]]:
     """(activations, temporaries, name) at the moments around one snapshot of the schedule: the loss and the backward of a layer,
-    of the chunk with activations alive that needs most."""
+    of the chunk with activations alive that needs most. What an input-gradient pass leaves may be more than what it found."""
     kept = float(sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot))
     running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
     losses = [float(c.loss) for c in running if c.loss is not None]
-    out = [(kept, max(float(c.backward) for c in running) + gathered[1], "backward of a layer")]
+    most = max(max(float(c.backward), float(c.weight_pass - c.kept) if split else 0.0) for c in running)
+    out = [(kept, most + gathered[1], "backward of a layer")]
     if losses:
         out.append((kept, max(losses) + gathered[0], "loss"))
     return out

@@ -48,7 +48,7 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
     loss: Number = 0
     backward = execution.unsharded_gradient_units * largest * maximum(wide, reduced)
     if layout.zero == 2 and execution.gradient_bucket_bytes:
-        backward = minimum(backward, execution.unsharded_gradient_units * execution.gradient_bucket_bytes)
+        backward = minimum(reduced * (every + ends), execution.unsharded_gradient_units * execution.gradient_bucket_bytes)
     if layout.zero == 3:
         root, root_gradient = (wide * ends, wide * head) if execution.gathered_root else (0, 0)
         kept = layout.pp > 1 and not execution.reshard_with_pipeline
