@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cost_models.job import Job
@@ -121,8 +121,6 @@ def repaired(job: Job, layout: Layout, field: str, value: Any) -> tuple[Job, Lay
 
 def _with(case: Case, field: str, value: Any) -> Case | None:
     """The case with one field changed; data parallelism refills the world. None where that cannot be."""
-    from dataclasses import replace
-
     job, layout = case.job, case.layout
     if field in JOB_FIELDS:
         return Case(replace(job, **{field: value}), layout, case.limits)
@@ -196,7 +194,8 @@ def read_layout(job: Job, text: str) -> Layout:
 def check(job: Job, layout: Layout | str) -> dict[str, Any]:
     """The check document (DESIGN.md): legal, violations, fits, binding. ``fits`` and ``binding`` are None for an illegal layout.
 
-    ``binding`` names the fullest stage, its largest category, and by how many bytes the stage exceeds the limit (0 when it fits).
+    ``binding`` names the fullest stage, its largest category, and by how many bytes the stage exceeds the limit (0 when it fits);
+    ``fits_if_balanced``: whether it would fit if every expert-parallel rank got as many tokens (where it does not as it is).
     """
     if isinstance(layout, str):
         layout = read_layout(job, layout)
@@ -211,6 +210,8 @@ def check(job: Job, layout: Layout | str) -> dict[str, Any]:
         document["binding"] = {
             "stage": int(worst.stage), "category": binding_category(worst), "over_bytes": max(0, int(over)), "headroom_bytes": int(-over),
         }  # fmt: skip
+        if not inside and job.model.moe is not None and job.moe_imbalance != 1:
+            document["binding"]["fits_if_balanced"] = bool(fits(replace(job, moe_imbalance=1.0), layout)[0])
     return document
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from cost_models.layout import Layout, even_split
 from planner.legality import check, limits_of, padded_vocab, read_layout, ulysses_degrees, violations
+from planner.space import Space, read_wishes
 from profiles.model import ModelSpec
 from tests.planner.jobs import decoder, job
 
@@ -180,3 +181,13 @@ def test_document_deepseek_v3_layout_is_legal() -> None:
     layout = read_layout(j, "pp=16,ep=64,zero=1,schedule=dualpipe")
     assert violations(j, layout) == []
     assert j.model.moe is not None and j.model.moe.experts // layout.ep == 4
+
+
+@pytest.mark.parametrize(("tp", "micro_batch"), [(1, 4), (2, 8), (4, 8)])
+def test_b16_the_micro_batch_divides_the_batch_of_a_data_parallel_rank_not_of_a_gpu(tp: int, micro_batch: int) -> None:
+    """16 GPUs, 64 sequences: 4, 8 and 16 a rank at tp 1, 2 and 4; of the micro batches 4 and 8 the larger that divides."""
+    j = job(decoder(layers=8, heads=8), "h100-sxm:2x8", 64, 64)
+    found = Space(j, read_wishes(f"tp={tp},pp=1,cp=1")).batches(tp, 1, 1, 16 // tp)
+    assert max(b.micro_batch for b in found if b.micro_batch in (4, 8)) == micro_batch
+    wrong = broken(violations(j, read_layout(j, f"tp={tp},micro_batch={64 * tp // 16 * 2}")), "batch_divides")
+    assert wrong is not None
