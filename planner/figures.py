@@ -13,7 +13,7 @@ Amount = Annotated[float, Field(ge=0)]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
 
 class StageFigures(_Record):
@@ -50,11 +50,22 @@ class Figures(_Record):
     stage_seconds: list[Amount]
 
 
+SUM_TOLERANCE = 0.02
+"""How far the seconds by cause may be from the step they sum to, as a share of it."""
+MOST_LIMITS = 1e4
+"""More memory than this many times the limit is no estimate."""
+
+
 def check_figures(estimate: Any, field: str, where: str) -> None:
-    """Raise InputError naming the figure of ``field`` that is missing or no number."""
+    """Raise InputError naming the figure of ``field`` that is missing, no number, or contradicts the others."""
     try:
-        Figures.model_validate(estimate)
+        found = Figures.model_validate(estimate)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(p) for p in (field, *first["loc"]))
         raise InputError(place, where, f"{first['msg']}: it was altered after planning; plan again") from None
+    causes = sum(abs(s) for s in found.seconds.values())
+    if abs(causes - found.step_seconds) > SUM_TOLERANCE * found.step_seconds:
+        raise InputError(f"{field}.seconds", where, "do not sum to the step: it was altered after planning; plan again")
+    if any(stage.device > MOST_LIMITS * found.limit_bytes or stage.peak_reserved > stage.device for stage in found.memory):
+        raise InputError(f"{field}.memory", where, "contradicts itself or the limit: it was altered after planning; plan again")

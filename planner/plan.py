@@ -305,7 +305,7 @@ def layout_from(data: dict[str, Any]) -> Layout:
     for key in data:
         if key not in known:
             raise InputError("layout", key, "is not a key of a layout")
-    return Layout(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    return Layout(**{k: _tuples(v) for k, v in data.items()})
 
 
 def stages_of(job: Job, layout: Layout, pools: tuple[int, ...] = ()) -> list[Stage]:

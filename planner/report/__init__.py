@@ -16,22 +16,21 @@ def default_name(plan: Path, form: str | None) -> Path:
     return plan.with_name(plan.name.removesuffix(".json") + ENDINGS[form or "html"])
 
 
-def write_report(plan: Path, out: Path, form: str | None = None, records: Path | None = None) -> str:
-    """Write the report of the plan file ``plan`` to ``out`` as html, png, svg or trace (default: by the file's ending); returns
-    the form. ``records``: JSON lines of a run, which a trace shows beside the prediction.
+def write_report(plan: Path, out: Path | None, form: str | None = None, records: Path | None = None) -> tuple[str, Path]:
+    """Write the report of the plan file ``plan`` to ``out`` (default: beside the plan) as html, png, svg or trace (default: by the
+    file's ending); returns the form and the file. ``records``: JSON lines of a run, which a trace shows beside the prediction.
 
     Raises InputError for an ending that tells no form, AxisplanError where the plotting packages are absent.
     """
+    loaded = Plan.load(plan)
+    out = out or default_name(plan, form)
     form = form or SUFFIXES.get(out.suffix.lower())
     if form is None:
-        raise InputError(
-            "--out", out, f"tells no format; end it in {', '.join(SUFFIXES)} or give --format", out.with_suffix(".html")
-        )
+        raise InputError("--out", out, f"tells no format; end it in {', '.join(SUFFIXES)} or give --format", f"{out}.html")
     if out.absolute() == plan.absolute():
         raise InputError("--out", out, "is the plan itself", default_name(plan, form))
     if records is not None and form != "trace":
         raise InputError("--run", records, "is laid over a trace", "--format trace")
-    loaded = Plan.load(plan)
     if form == "html":
         from planner.report.page import page
         from profiles.files import write_text
@@ -49,4 +48,4 @@ def write_report(plan: Path, out: Path, form: str | None = None, records: Path |
         from planner.report.paper import draw
 
         draw(loaded, out, form)
-    return form
+    return form, out
