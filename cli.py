@@ -241,13 +241,17 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     job = make_job(global_batch=1, **options)
     goal = make_goal(job.seq_len, job.cluster.gpus, batch, **goals)
     request = PlanRequest(replace(job, global_batch=goal.batches[0]), **wishes)
-    found = answer(request, goal)
+    terminal = screen.console()
+    if len(goal.batches) > 1 or goal.objective not in ("step-time", "tokens-per-second-per-gpu"):
+        with screen.progress(screen.console(stderr=True), goal.objective) as show:
+            found = answer(request, goal, show)
+    else:
+        found = answer(request, goal)
     if out:
         found.save(out)
     if as_json:
         click.echo(found.text(), nl=False)
     else:
-        terminal = screen.console()
         screen.show_plan(terminal, found, str(out) if out else None)
         screen_whatif.show_extras(terminal, found)
 

@@ -171,8 +171,11 @@ def run_seconds(plan: Plan, goal: Goal) -> float:
 
 
 def gpu_counts(job: Job) -> tuple[int, ...]:
-    """GPU counts worth trying, ascending: parts of a node that divide it; beyond, divisors of the nodes, powers of two and halfway."""
+    """GPU counts worth trying, ascending: parts of a node that divide it; beyond, divisors of the nodes, powers of two and halfway.
+    A mixed cluster is used whole."""
     cluster = job.cluster
+    if cluster.pools:
+        return (cluster.gpus,)
     per = min(cluster.gpus_per_node, cluster.gpus)
     nodes = cluster.gpus // per
     counts = {*divisors(nodes), *(2**i for i in range(nodes.bit_length())), *(3 * 2**i for i in range(nodes.bit_length()))}
@@ -207,6 +210,8 @@ def listed(values: Sequence[Any]) -> str:
 
 
 def _on(request: PlanRequest, gpus: int) -> PlanRequest:
+    if gpus == request.job.cluster.gpus:
+        return request
     return replace(request, job=replace(request.job, cluster=request.job.cluster.with_gpus(gpus)))
 
 

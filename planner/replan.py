@@ -73,7 +73,7 @@ def replan(plan: Plan, gpus: int, *, global_batch: int | None = None, pins: str 
     wishes = ",".join(x for x in (pins, *(f"{k}={v}" for k, v in kept.items())) if x)
     notes = [checkpoint_rules()[limits_of(job).target]["says"]]
     batches = [global_batch] if global_batch else [job.global_batch, *nearest_batches(job, layout, gpus)]
-    found = _first(there, batches, wishes, top, prove)
+    found = _first(PlanRequest(there, pins=wishes, top=top, prove=prove, offload=bool(layout.offload)), batches)
     chosen = found.job_settings.global_batch
     if chosen != job.global_batch:
         why = "as asked" if global_batch else f"no layout of {gpus} GPUs divides {job.global_batch}"
@@ -92,11 +92,12 @@ def replan(plan: Plan, gpus: int, *, global_batch: int | None = None, pins: str 
     return Replan(found, tuple(changes(plan, found)), tuple(notes))
 
 
-def _first(job: Job, batches: list[int], pins: str, top: int, prove: bool) -> Plan:
+def _first(request: PlanRequest, batches: list[int]) -> Plan:
+    """The plan of the first batch for which there is one."""
     refused: Exception | None = None
     for batch in batches[: 1 + MOST_BATCHES_TRIED]:
         try:
-            return solve(PlanRequest(replace(job, global_batch=batch), pins=pins, top=top, prove=prove))
+            return solve(replace(request, job=replace(request.job, global_batch=batch)))
         except InputError as error:
             refused = refused or error
         except DoesNotFit as error:
