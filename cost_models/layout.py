@@ -331,13 +331,7 @@ class Layout:
                 values["dp_replicate" if shard is not None else "dp_shard"] = dp // known
             elif shard * replicate != dp:
                 raise InputError("dp", dp, f"must equal dp_replicate*dp_shard = {shard * replicate}", shard * replicate)
-        if values.get("vpp", 1) > 1 and "schedule" not in values:
-            values["schedule"] = "interleaved"
-        if values.get("schedule") in V_SHAPED and "vpp" not in values:
-            values["vpp"] = 2
-        if "sp" not in values:
-            values["sp"] = values.get("tp", 1) > 1
-        layout = cls(**values)
+        layout = cls(**with_defaults(values))
         layout.check_products(world)
         return layout
 
@@ -375,6 +369,18 @@ class Layout:
 
     def with_(self, **changes: Any) -> Layout:
         return replace(self, **changes)
+
+
+def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """What a LAYOUT string implies where it is silent: virtual stages are interleaved, V-shaped schedules hold two chunks a rank, and
+    tensor parallelism comes with sequence parallelism."""
+    filled = dict(values)
+    if filled.get("vpp", 1) > 1:
+        filled.setdefault("schedule", "interleaved")
+    if filled.get("schedule") in V_SHAPED:
+        filled.setdefault("vpp", 2)
+    filled.setdefault("sp", filled.get("tp", 1) > 1)
+    return filled
 
 
 def even_split(layers: int, chunks: int, first_extra: int = 0, last_extra: int = 0) -> tuple[int, ...]:
