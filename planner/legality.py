@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cost_models.job import Job
-from cost_models.layout import SCHEDULES, Layout, divisors
+from cost_models.layout import SCHEDULES, Layout, divisors, with_defaults
 from planner.rules import batch, cluster, combinations, model, schedule, target  # noqa: F401 - registers the rules
 from planner.rules.core import RULES, Break, Case, Limits, Rule, limits_of, targets
 from planner.rules.model import padded_vocab, ulysses_degrees
@@ -180,15 +180,11 @@ def read_layout(job: Job, text: str) -> Layout:
         values["dp_shard"] = max(1, dp // (replicate or 1))
     elif replicate is None:
         values["dp_replicate"] = max(1, dp // shard)
-    if values.get("vpp", 1) > 1 and "schedule" not in values:
-        values["schedule"] = "interleaved"
-    if values.get("schedule") in ("zb-v", "dualpipe-v") and "vpp" not in values:
-        values["vpp"] = 2
-    if "sp" not in values:
-        values["sp"] = values.get("tp", 1) > 1 and limits.sequence_parallel
+    if not limits.sequence_parallel:
+        values.setdefault("sp", False)
     if "cp_kind" not in values and values.get("cp", 1) > 1 and "ring" not in limits.cp_kinds and limits.cp_kinds:
         values["cp_kind"] = limits.cp_kinds[0]
-    return Layout(**values)
+    return Layout(**with_defaults(values))
 
 
 def check(job: Job, layout: Layout | str) -> dict[str, Any]:
