@@ -357,6 +357,8 @@ class Layout:
         for field in fields(self):
             value = getattr(self, field.name)
             always = field.name in ("tp", "pp", "cp", "dp_replicate", "dp_shard", "zero", "micro_batch", "schedule", "recompute")
+            if field.name == "etp" and self.ep > 1:
+                always = True  # left out, it would be read as the target's default, which need not be 1
             if value == field.default and not always:
                 continue
             if field.name == "cp_kind" and self.cp == 1:
