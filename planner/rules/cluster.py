@@ -102,14 +102,14 @@ def folding_needs_the_default_order(case: Case) -> Iterator[Break]:
     default = case.limits.orders[0]
     if (
         not case.limits.edp_equals_dp_unless_default_order
-        or layout.ep * layout.etp == 1
+        or case.job.model.moe is None
         or same_placement(layout, layout.order, default)
     ):
         return
     edp = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
     if edp != layout.dp:
-        yield Break("order", layout.order, f"edp = {edp} differs from dp = {layout.dp}, which {case.limits.target} only allows in order {default}",
-                    (default,))  # fmt: skip
+        message = f"edp = {edp} differs from dp = {layout.dp}, which {case.limits.target} only allows in order {default}"
+        yield Break("order", layout.order, message, (default,))
 
 
 def same_placement(layout: Any, one: str, other: str) -> bool:

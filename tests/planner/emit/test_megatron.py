@@ -213,7 +213,7 @@ def test_models_that_megatrons_gpt_does_not_build_are_refused_with_the_reason(mo
     ("layout", "reason"),
     [
         ("tp=2,ep=16,etp=1,dp_replicate=8", "optimizer instances"),
-        ("tp=2,pp=2,ep=1,etp=1,order=tp-cp-pp-dp", "expert data parallelism"),
+        ("tp=2,pp=2,ep=1,etp=1,order=tp-cp-pp-dp", "edp = "),
         ("tp=2,ep=8,etp=1,dispatcher=allgather,capacity=1.5", "capacity"),
         ("tp=2,ep=8,etp=1,recompute=selective(shared_experts)", "shared_experts"),
         ("tp=2,ep=8,etp=1,recompute=selective(mla_up_proj)", "mla_up_proj"),
