@@ -28,6 +28,8 @@ class ChunkMemory:
     loss: Number | None = None
     backward: Number = 0
     largest: Number = 0
+    left: Number = 0
+    """What an input-gradient pass that frees nothing leaves beyond ``kept`` (``Execution.split_backward_keeps_graph``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,8 @@ def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, la
         kept = kept + unit_memory(job, degrees, "embedding").kept
     if boundary and job.execution.pipeline_output_kept:
         kept = kept + unit_memory(job, degrees, "boundary").kept
-    return ChunkMemory(kept, weight_pass, loss, backward, largest)
+    left = maximum(weight_pass - kept, 0) if job.execution.split_backward_keeps_graph else 0
+    return ChunkMemory(kept, weight_pass, loss, backward, largest, left)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def _moments(
     kept = float(sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot))
     running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
     losses = [float(c.loss) for c in running if c.loss is not None]
-    most = max(max(float(c.backward), float(c.weight_pass - c.kept) if split else 0.0) for c in running)
+    most = max(max(float(c.backward), float(c.left) if split else 0.0) for c in running)
     out = [(kept, most + gathered[1], "backward of a layer")]
     if losses:
         out.append((kept, max(losses) + gathered[0], "loss"))

@@ -18,7 +18,7 @@ from cost_models.activations import ChunkMemory, assemble, offloaded, runs_of, u
 from cost_models.arrays import maximum
 from cost_models.job import Job
 from cost_models.layout import Layout, Recompute, RecomputeRule
-from cost_models.memory import Snapshot
+from cost_models.memory import ZERO_BUBBLE, Snapshot
 from cost_models.overheads import (
     communicators,
     gathered_buffers,
@@ -189,7 +189,8 @@ def _peak(
         for c, alive, held in snapshot:
             kept = kept + alive * chunks[c].kept + (held * chunks[c].weight_pass if held else 0)
         running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
-        beyond = gathered[1] + _most([c.backward for c in running])
+        split = layout.schedule in ZERO_BUBBLE
+        beyond = gathered[1] + _most([maximum(c.backward, c.left) if split else c.backward for c in running])
         losses = [c.loss for c in running if c.loss is not None]
         if losses:
             beyond = maximum(beyond, _most(losses) + gathered[0])
