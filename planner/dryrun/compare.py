@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +12,10 @@ from planner.dryrun.rank import Trace
 
 EXACT, ACTIVATIONS, PEAK = 1e-12, 0.01, 0.02
 """Tolerances: FLOPs, collectives and states; activations; the peak."""
+
+
+OF_STATES = ("bucket padding", "gradient padding", "master padding", "step counters")
+"""Named bytes that lie in parameters, gradients and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ def compare(formula: StepFormula, trace: Trace) -> list[Line]:
     """Every comparison of a rank's step, in the order of the report."""
     memory, record = formula.memory, trace.record
     tables = {k: float(v) for k, v in trace.named.items()}
-    padding = {k: tables.pop(k) for k in ("bucket padding", "gradient padding", "master padding", "step counters") if k in tables}
+    padding: dict[str, float] = {
+        k: tables.pop(k) for k in ("bucket padding", "gradient padding", "master padding", "step counters") if k in tables
+    }
     lines = [
         Line("parameters", memory.parameters, record.most["parameters"], _only(padding, "bucket padding"), EXACT),
         Line("gradients", memory.gradients, record.most["gradients"], _only(padding, "gradient padding"), EXACT),
@@ -62,9 +68,9 @@ def compare(formula: StepFormula, trace: Trace) -> list[Line]:
     return lines
 
 
-def canonical(sent: Mapping[tuple[str, str], float], axes: Mapping[str, str]) -> Counter[tuple[str, str]]:
+def canonical(sent: Mapping[tuple[str, str], float], axes: Mapping[str, str]) -> dict[tuple[str, str], float]:
     """Bytes by the names that the trace gives to groups; axes of one rank are left out."""
-    out: Counter[tuple[str, str]] = Counter()
+    out: dict[tuple[str, str], float] = defaultdict(float)
     for (axis, kind), size in sent.items():
         if axis in axes:
             out[axes[axis], kind] += size

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 from torch.utils.flop_counter import flop_registry
 
 from planner.runtime.attention_blocks import pairs
@@ -106,7 +106,8 @@ def call_of(name: str, args: Any, out: Any, axis_of: Callable[[tuple[int, ...]],
         size = max(_bytes(args[i]) for i in places)
     elif space == "_c10d_functional" and operation in FUNCTIONAL:
         kind = FUNCTIONAL[operation]
-        group = _resolve_process_group(next(a for a in reversed(args) if isinstance(a, str)))
+        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        group = resolve(next(a for a in reversed(args) if isinstance(a, str)))
         size = max(_bytes(args[0]), _bytes(out))
     else:
         return None

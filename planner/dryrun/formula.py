@@ -6,7 +6,7 @@ numbers that ranks agree on. Sizes are those of ``profiles.operations.Collective
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ class StepFormula:
     kept: float = 0.0
     """Most activations kept at once, whatever else exists then."""
     flops: Counter[str] = field(default_factory=Counter)
-    sent: Counter[Key] = field(default_factory=Counter)
+    sent: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
 
 
 def step_formula(job: Job, layout: Layout, stage: int) -> StepFormula:
@@ -61,8 +61,8 @@ def kept_activations(job: Job, layout: Layout, stage: int, microbatches: int) ->
     most = 0.0
     for snapshot in in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)[stage].snapshots:
         size = sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot)
-        left = [chunks[c].weight_pass - chunks[c].kept for c, alive, _ in snapshot if alive]
-        most = max(most, size + (max(0, *left) if left and layout.schedule in ZERO_BUBBLE else 0))
+        left = [chunks[c].left for c, alive, _ in snapshot if alive and layout.schedule in ZERO_BUBBLE]
+        most = max(most, size + max(left, default=0))
     return float(most)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ def spare(bucket: Bucket) -> int:
 
 def padded_collectives(trainer: Trainer) -> dict[tuple[str, str], float]:
     """Bytes of a step's collectives that carry buckets' padding, by (axis, kind)."""
-    out: Counter[tuple[str, str]] = Counter()
+    out: dict[tuple[str, str], float] = defaultdict(float)
     for bucket in trainer.shards:
         if not isinstance(bucket, Bucket) or not (elements := spare(bucket)):
             continue

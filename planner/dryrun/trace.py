@@ -58,11 +58,11 @@ class Record:
     operations: int = 0
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered. ``phase`` names the moment, ``category`` is what new storages are; ``axis_of`` names a group."""
 
     def __init__(self, axis_of: Callable[[tuple[int, ...]], str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.axis_of = axis_of
         self.record = Record()
         self.bytes: Counter[str] = Counter()
@@ -154,13 +154,13 @@ class Tracer(TorchDispatchMode):
                 self._look("resize")
             return out
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        super().__enter__()
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     # -- operations ---------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
         raise InputError("rank", rank, f"the plan has ranks 0 to {world - 1}", min(max(rank, 0), world - 1))
     if dist.is_initialized():
         raise AxisplanError("a dry run needs a process of its own: this one has joined a process group")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:
@@ -121,7 +121,7 @@ def program(job: Job, layout: Layout, rank: int) -> Iterator[Trainer]:
         raise InputError("offload", "+".join(layout.offload), "the runtime does not offload", "none")
     moe = job.model.moe
     factor = float(imbalance(job, layout.ep, moe)) if moe is not None else 1.0
-    settings = TrainSettings(seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision)  # type: ignore[arg-type]
+    settings = TrainSettings(seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision)
     changes = (
         (train, "Mesh", without_fakes(Mesh)),
         (Mesh, "sharding", without_fakes(Mesh.sharding)),

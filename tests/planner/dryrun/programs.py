@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.dryrun.counting import call_of
+from planner.dryrun.rank import tag, watched
+from planner.dryrun.trace import Tracer
 from planner.plan import Plan
 from planner.runtime.data import Batch
 from planner.runtime.metrics import Memory
 from planner.runtime.train import Trainer, TrainSettings
 
 
-class Calls(TorchDispatchMode):
-    """Bytes of the collectives that are really called, by (axis, kind)."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__()
-        self.axis_of, self.sent = trainer.mesh.axis_of, Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t.__name__ == "DTensor" for t in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        if "c10d" in func._schema.name and (call := call_of(func._schema.name, args, out, self.axis_of, "", 0)):
-            self.sent[f"{call.axis} {call.kind}"] += call.bytes
-        return out
-
-
 def really(path: str) -> dict[str, Any]:
-    """Three steps of a plan: bytes really allocated at the most, and collectives of the last."""
+    """Three steps of a plan: bytes the allocator handed out at the most (what is inside kernels and gloo included), and what the
+    tracer sees of the real third step."""
     plan = Plan.load(path)
     job, layout = plan.job(), plan.layout_object
     settings = TrainSettings(seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision)
@@ -48,7 +34,14 @@ def really(path: str) -> dict[str, Any]:
     for number in range(2):
         with memory.step():
             trainer.step(number, batch())
-    calls = Calls(trainer)
-    with calls:
+    tracer = Tracer(trainer.mesh.axis_of)
+    gc.collect()
+    with watched(trainer, tracer), tracer:
+        tag(trainer, tracer)
+        tracer.begin()
+        tracer.enter_phase("start", "buffers")
         trainer.step(2, batch())
-    return {"rank": dist.get_rank(), "peak": memory.peak(), "sent": dict(calls.sent)}
+    sent: Counter[str] = Counter()
+    for call in tracer.record.calls:
+        sent[f"{call.axis} {call.kind}"] += call.bytes
+    return {"rank": dist.get_rank(), "allocated": memory.peak(), "peak": tracer.record.peak_bytes, "sent": dict(sent)}
