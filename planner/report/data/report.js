@@ -21,6 +21,14 @@
       font: { color: colour("--ink"), family: getComputedStyle(document.body).fontFamily, size: 12 },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, hoverlabel: { align: "left" },
     }, layout);
+    if (ROOT.classList.contains("printing")) {
+      out.width = 700;
+      if (layout.showlegend !== false) {
+        out.margin = Object.assign({}, out.margin, { r: 175 });
+        out.legend = { orientation: "v", x: 1.02, y: 1, yanchor: "top" };
+      }
+    }
+    else out.autosize = true;
     for (const name of ["xaxis", "yaxis"]) out[name] = Object.assign({}, axis, layout[name] || {});
     return out;
   }
@@ -265,8 +273,8 @@
   function current() { return picked || (dark.matches ? "dark" : "light"); }
   byId("theme").addEventListener("click", () => { picked = current() === "dark" ? "light" : "dark"; theme(picked); });
   dark.addEventListener("change", () => theme(current()));
-  window.addEventListener("beforeprint", () => theme("light"));
-  window.addEventListener("afterprint", () => theme(current()));
+  window.addEventListener("beforeprint", () => { ROOT.classList.add("printing"); theme("light"); });
+  window.addEventListener("afterprint", () => { ROOT.classList.remove("printing"); theme(current()); });
 
   for (const name of colourable) byId("axis").add(new Option(name, name));
   if (axis) byId("axis").value = axis;
