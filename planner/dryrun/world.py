@@ -122,7 +122,7 @@ def program(job: Job, layout: Layout, rank: int) -> Iterator[Trainer]:
     moe = job.model.moe
     factor = float(imbalance(job, layout.ep, moe)) if moe is not None else 1.0
     settings = TrainSettings(seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision)
-    changes = (
+    changes: tuple[tuple[Any, str, Any], ...] = (
         (train, "Mesh", without_fakes(Mesh)),
         (Mesh, "sharding", without_fakes(Mesh.sharding)),
         (DeviceMesh, "_get_mesh_tensor_from_full_mesh", staticmethod(without_fakes(DeviceMesh._get_mesh_tensor_from_full_mesh))),
@@ -132,6 +132,8 @@ def program(job: Job, layout: Layout, rank: int) -> Iterator[Trainer]:
         (Dispatcher, "read", routed(factor)),
         (Dispatcher, "plan", counted(Dispatcher.plan)),
     )
+    if layout.zero == 3 and layout.dp_shard * layout.cp > 1:  # built on no device: FSDP2 cuts a parameter into a view a rank
+        changes += ((train, "Decoder", without_fakes(train.Decoder)), (fully_sharded, "shard", without_fakes(fully_sharded.shard)))
     with fake_rank(rank, layout.world), replaced(*changes), FakeTensorMode(allow_non_fake_inputs=True):
         yield Trainer(job.model, layout, settings, CPU)
 

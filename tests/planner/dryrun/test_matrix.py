@@ -12,15 +12,16 @@ from planner.plan import Plan
 
 QUICK = [
     ("dense", 1, "tp=1"), ("dense", 8, "tp=2,zero=1"), ("dense", 8, "tp=2,pp=2,zero=2,recompute=full"),
-    ("moe", 8, "tp=2,ep=4,etp=2"), ("mla", 16384, "tp=4,pp=4,zero=1"), ("dense", 8, "cp=2,zero=0"), ("dense", 8, "zero=3"),
-    ("dense", 8, "pp=4,schedule=zb-h1"),
+    ("moe", 8, "tp=2,ep=4,etp=2"), ("mla", 16384, "tp=4,pp=4,zero=1"), ("dense", 8, "cp=2,zero=0"),
+    ("dense", 8, "zero=3,recompute=full"),
+    ("dense", 8, "pp=4,schedule=1f1b"),
 ]  # fmt: skip
 REST = [
     ("dense", 8, "zero=0"), ("dense", 8, "zero=1"), ("dense", 8, "zero=2"), ("dense", 8, "tp=8"), ("dense", 8, "tp=4,sp=false"),
     ("dense", 8, "zero=3,dp_replicate=2,dp_shard=4"), ("dense", 8, "zero=1,dp_replicate=2,dp_shard=4"),
     ("dense", 8, "zero=2,dp_replicate=2,dp_shard=4"), ("dense", 8, "cp=4"), ("dense", 8, "cp=4,cp_kind=ulysses"),
     ("dense", 8, "cp=4,cp_kind=allgather"), ("dense", 8, "cp=4,cp_kind=ring2xulysses2"), ("dense", 8, "tp=2,cp=2,zero=2"),
-    ("dense", 8, "tp=2,cp=2,pp=2"), ("dense", 8, "pp=2,schedule=gpipe"), ("dense", 8, "pp=4,schedule=1f1b"),
+    ("dense", 8, "tp=2,cp=2,pp=2"), ("dense", 8, "pp=2,schedule=gpipe"), ("dense", 8, "pp=4,schedule=zb-h1"),
     ("dense", 8, "pp=2,vpp=2,schedule=interleaved"), ("dense", 8, "pp=2,vpp=2,schedule=zb-h1"), ("dense", 8, "pp=2,schedule=zb-v"),
     ("dense", 8, "pp=2,schedule=dualpipe-v"), ("dense", 8, "pp=2,schedule=zb-h1,zero=2"), ("dense", 8, "pp=2,schedule=zb-v,zero=3"),
     ("dense", 8, "pp=2,zero=3"), ("dense", 8, "tp=2,zero=3"), ("dense", 8, "cp=2,zero=3"), ("dense", 8, "recompute=full"),
