@@ -19,9 +19,10 @@ import numpy.typing as npt
 from planner.columns import Paths, Units
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
-def work(units: Units, totals: Floats, microbatches: int, pp: int) -> float:
+def work(units: Units, totals: Ints, microbatches: int, pp: int) -> float:
     """``m S / p`` seconds, S with the least recompute and pairs' savings taken off. ``totals``: layers by kind."""
     layers = float(totals @ units.least.sum(axis=1))
     return microbatches * (layers + sum(units.embedding) + sum(units.least_head)) / pp
@@ -87,7 +88,7 @@ def dual(
     paths: Paths,
     weights: Floats,
     units: Units,
-    totals: Floats,
+    totals: Ints,
     transfer: float,
     update: Floats | None = None,
     room: Room | None = None,
@@ -133,7 +134,7 @@ def _filled(paths: Paths, cost: Floats, backward: Floats, layers: float, units: 
 
 
 def improve(
-    paths: Paths, units: Units, totals: Floats, transfer: float, column: Any = None, rounds: int = 6, update: Floats | None = None
+    paths: Paths, units: Units, totals: Ints, transfer: float, column: Any = None, rounds: int = 6, update: Floats | None = None
 ) -> float:
     """The linear program over chunk sizes for one column: its optimal weights are kept in ``paths.duals``; the bound is returned.
 
@@ -189,7 +190,7 @@ def _relaxed(paths: Paths, mean: Floats, units: Units, layers: int, transfer: fl
     lp.a_matrix_.index_ = np.tile(np.arange(columns, dtype=np.int32), rows + 1)
     lp.a_matrix_.value_ = matrix.ravel()
     with silent():
-        solver = highspy.Highs()
+        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.passModel(lp)
@@ -279,7 +280,8 @@ def stages_table(
 
 def _through(units: Units, prefix: npt.NDArray[np.int64]) -> Floats:
     """(L + 1) x 3: seconds (f, least b, w) of the first i layers."""
-    return prefix @ np.stack([units.f, units.b.min(axis=1), units.w], axis=1)
+    seconds: Floats = prefix @ np.stack([units.f, units.b.min(axis=1), units.w], axis=1)
+    return seconds
 
 
 def _chunk_range(units: Units, one: Floats, start: int, stop: int, first: bool, last: bool) -> Floats:

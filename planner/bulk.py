@@ -45,13 +45,14 @@ class Bulk:
     head: Floats
 
     @cached_property
-    def _sums(self) -> tuple[Floats, Floats, Floats]:
+    def _sums(self) -> tuple[Floats, Floats]:
         return self.layers.sum(axis=2), self.embedding.sum(axis=1) + self.head.sum(axis=1)
 
     def total(self, totals: Ints) -> Floats:
         """Seconds of one microbatch through the whole model, by key. ``totals``: layers by kind."""
         layers, ends = self._sums
-        return layers @ totals + ends
+        seconds: Floats = layers @ totals + ends
+        return seconds
 
 
 def lower_seconds(job: Job, keys: Ints) -> Bulk:
@@ -155,10 +156,12 @@ def _group(degrees: Any, axis: str) -> tuple[Any, Any] | None:
     }.get(axis)  # fmt: skip
 
 
-def lower_bytes(job: Job, limits: Limits, rows: Ints, modes: tuple[RecomputeRule, ...], *, offload: bool) -> tuple[Floats, Floats, Floats]:
+def lower_bytes(
+    job: Job, limits: Limits, rows: Ints, modes: tuple[RecomputeRule, ...], *, offload: bool
+) -> tuple[Floats, Floats, Floats]:
     """A lower bound on the bytes of the fullest rank, by row (``COLUMNS``, pp, dp, microbatches): the mean over ranks of states under
-    the most sharding the target has, and of one microbatch's kept activations in the least mode. Also estimates, without recompute and with all of it: all microbatches of
-    1F1B in flight, one layer and the loss at work."""
+    the most sharding the target has, and of one microbatch's kept activations in the least mode. Also estimates, without recompute and
+    with all of it: all microbatches of 1F1B in flight, one layer and the loss at work."""
     model, execution = job.model, job.execution
     out, plain, tight = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
     totals = np.bincount(model.pattern, minlength=len(model.kinds))

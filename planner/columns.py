@@ -336,7 +336,8 @@ class Column:
             array[0] += first
             array[-1] += last
         layout = self.layout
-        return simulate(layout.schedule, layout.pp, layout.vpp, self.microbatches, *chunks, self.transfer, blocking=self.blocking)
+        f, b, w = chunks
+        return simulate(layout.schedule, layout.pp, layout.vpp, self.microbatches, f, b, w, self.transfer, blocking=self.blocking)
 
     def tail_of(self, mix: Mix) -> int:
         """The mode of the last layer of a chunk: layers of a kind run the costlier modes first, so it is the cheapest mode present."""

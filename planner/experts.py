@@ -136,7 +136,8 @@ def _bound(loads: Sequence[float], ep: int, slots: int, redundant: int) -> float
     mean = sum(loads) / ep
     ordered = sorted(loads, reverse=True)
     single = min(
-        max((l / c for l, c in zip(ordered, counts, strict=False)), default=0.0) for counts in [_replicate(ordered, redundant, ep)]
+        max((load / c for load, c in zip(ordered, counts, strict=False)), default=0.0)
+        for counts in [_replicate(ordered, redundant, ep)]
     )
     if redundant:
         return max(mean, single)
@@ -151,7 +152,7 @@ def _replicate(loads: Sequence[float], redundant: int, most: int) -> list[int]:
     import heapq
 
     copies = [1] * len(loads)
-    heap = [(-l, e) for e, l in enumerate(loads)]
+    heap = [(-load, e) for e, load in enumerate(loads)]
     heapq.heapify(heap)
     left = redundant
     while left and heap:

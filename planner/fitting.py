@@ -94,7 +94,8 @@ class Fitting:
 
     def _stages(self, spans: dict[int, tuple[int, int]]) -> tuple[int, ...]:
         """Counts that put these spans where they are; what the other chunks get does not matter."""
-        counts, at = [], 0
+        counts: list[int] = []
+        at = 0
         for chunk in range(self.layout.chunks):
             if chunk in spans:
                 start, stop = spans[chunk]

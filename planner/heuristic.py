@@ -64,7 +64,7 @@ def spread(column: Column, fitting: Fitting, stages: Sequence[int], policy: Poli
     spans = [(starts[c], starts[c + 1]) for c in range(len(stages))]
     mixes: list[Mix | None] = [None] * len(stages)
     for rank in range(column.layout.pp):
-        held = [c for c in fitting.held(rank)]
+        held = list(fitting.held(rank))
         if len(held) == 1:
             found = fitting.least_mix(rank, *spans[held[0]], policy)
             if found is None:
@@ -75,12 +75,18 @@ def spread(column: Column, fitting: Fitting, stages: Sequence[int], policy: Poli
         if chosen is None:
             return None
         for c, mix in zip(held, chosen, strict=True):
-            if mixes[c] is None or column.layout.schedule != "dualpipe":
+            other = mixes[c]
+            if other is None or column.layout.schedule != "dualpipe":
                 mixes[c] = mix
-            elif mixes[c] != mix:
-                mixes[c] = max(mixes[c], mix, key=lambda x: sum(m * n for row in x for m, n in enumerate(row)))  # type: ignore[type-var]
+            elif other != mix:
+                mixes[c] = max(other, mix, key=_recompute)
     done = [m for m in mixes if m is not None]
     return done if len(done) == len(stages) else None
+
+
+def _recompute(mix: Mix) -> int:
+    """About how much a mix recomputes: layers times the place of their mode."""
+    return sum(m * n for row in mix for m, n in enumerate(row))
 
 
 def _rank(

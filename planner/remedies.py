@@ -35,7 +35,11 @@ def does_not_fit(request: PlanRequest, search: Search, outcome: Outcome) -> str:
     over = stage.needed - job.limit_bytes
     category = binding_category(stage)
     changes = smallest_changes(request)
-    tail = f"; would fit: {'; '.join(changes)}" if changes else "; no single change of GPUs, offload or sequence length was found to fit"
+    tail = (
+        f"; would fit: {'; '.join(changes)}"
+        if changes
+        else "; no single change of GPUs, offload or sequence length was found to fit"
+    )
     return (
         f"no feasible layout: {job.model.name} on {job.cluster.gpus} x {job.cluster.gpu.name} ({outcome.books.legal} legal columns) needs"
         f" {stage.needed / GIB:.1f} GiB on stage {stage.stage} of the leanest one ({layout}), {over / GIB:.1f} GiB more than the"

@@ -270,7 +270,8 @@ class Search:
             bound, level, _, item = heapq.heappop(heap)
             if level == 3:
                 solved += 1
-                self._solve_one(bound, *item, gap)
+                core, shard = item
+                self._solve_one(bound, core, shard, gap)
                 continue
             for opened in (self._open_row, self._open_core, self._open_columns)[level](bound, item):
                 if not np.isfinite(opened[0]):
@@ -328,7 +329,8 @@ class Search:
         """Seconds of a row's quick answers."""
         row = self.rows[i]
         self.try_row(row, most)
-        return min((f.answer.seconds for f in self.found.values() if f.prefix == row.prefix and f.batch.micro_batch == row.micro_batch), default=float("inf"))
+        own = (f for f in self.found.values() if f.prefix == row.prefix and f.batch.micro_batch == row.micro_batch)
+        return min((f.answer.seconds for f in own), default=float("inf"))
 
     def _any_shard(self, row: Row) -> Shard:
         """A shard choice whose own collectives cost least: no gathering inside the passes, the default order."""
@@ -398,7 +400,9 @@ class Search:
             return False
         for row in self._lean_rows(most):
             for batch in row.batches[:3]:
-                for shard in sorted(self.space.columns_of(row.prefix, batch), key=lambda s: (-s.zero, -s.dp_shard, not s.offload))[:3]:
+                for shard in sorted(self.space.columns_of(row.prefix, batch), key=lambda s: (-s.zero, -s.dp_shard, not s.offload))[
+                    :3
+                ]:
                     column, fitting = self.column(row.prefix, batch, shard)
                     if quick(column, fitting, self.policies(batch, row.prefix)) is not None:
                         return True

@@ -7,7 +7,6 @@ runners-up and what each loses, and, when nothing fits, what would.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,18 @@ from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.step import StepEstimate, estimate
 from cost_models.uncertainty import chance_faster, flipping_cause
-from planner.plan import Certificate, Plan, RunnerUp, cluster_dump, execution_dump, hashes, job_record, layout_dump, model_dump, stages_of
+from planner.plan import (
+    Certificate,
+    Plan,
+    RunnerUp,
+    cluster_dump,
+    execution_dump,
+    hashes,
+    job_record,
+    layout_dump,
+    model_dump,
+    stages_of,
+)
 from planner.search import Found, Outcome, Search, family
 from planner.solve_column import PROVED
 from planner.space import Space, read_wishes
@@ -84,7 +94,11 @@ def propose(request: PlanRequest, outcome: Outcome) -> Found:
 def axes(found: Found) -> int:
     """Axes of the layout whose degree exceeds one."""
     p = found.prefix
-    return sum(d > 1 for d in (p.tp, p.ring, p.ulysses, p.pp, p.ep, p.etp)) + (found.shard.dp_replicate > 1) + (found.shard.dp_shard > 1)
+    return (
+        sum(d > 1 for d in (p.tp, p.ring, p.ulysses, p.pp, p.ep, p.etp))
+        + (found.shard.dp_replicate > 1)
+        + (found.shard.dp_shard > 1)
+    )
 
 
 def recomputed(found: Found) -> int:
@@ -202,12 +216,12 @@ def no_legal_layout(request: PlanRequest) -> str:
 
     pinned = [w for w in read_wishes(request.pins) if w.op == "=" and len(w.values) == 1 and w.field != "offload"]
     if not pinned:
-        return f"no layout of {request.job.cluster.gpus} GPUs is legal for {request.job.model.name} under {request.job.execution.name}"
+        return (
+            f"no layout of {request.job.cluster.gpus} GPUs is legal for {request.job.model.name} under {request.job.execution.name}"
+        )
     try:
         layout = read_layout(request.job, ",".join(f"{w.field}={w.values[0]}" for w in pinned))
         broken = violations(request.job, layout)
     except InputError as error:
         return str(error)
     return "no legal layout meets the pins" + "".join(f" | {v.line()}" for v in broken)
-
-

@@ -60,7 +60,14 @@ def solve_column(
 
 
 def _solve(
-    column: Column, fitting: Fitting, policy: Policy, limit: float, floor: float, totals: npt.NDArray[np.int64], gap: float, largest: int
+    column: Column,
+    fitting: Fitting,
+    policy: Policy,
+    limit: float,
+    floor: float,
+    totals: npt.NDArray[np.int64],
+    gap: float,
+    largest: int,
 ) -> Result:
     if column.chunks == 1:
         return _single(column, fitting, policy)
@@ -219,11 +226,9 @@ def _most_layers(column: Column, room: float) -> list[int]:
     for chunk in range(column.chunks):
         rank = column.layout.rank_of_chunk(chunk)
         own = held[rank]
-        share = m
+        share = m / 2 if column.layout.schedule == "dualpipe" else m
         others = len(own) - 1
         extra = (sum(u.embedding) if 0 in own else 0.0) + (sum(u.least_head) if column.chunks - 1 in own else 0.0)
-        if column.layout.schedule == "dualpipe":
-            share = m / 2
         n = (room / share - extra) / each - others
         out.append(int(max(1, min(column.layers - column.chunks + 1, np.floor(n + 1e-9)))))
     return out
@@ -265,8 +270,9 @@ def _worthwhile(column: Column, fitting: Fitting, policy: Policy, chunk: int, st
             (cost, float(memory.kept), max(float(memory.backward), float(memory.loss or 0)), float(memory.weight_pass), mix)
         )
     rated.sort(key=lambda r: r[:4])
-    kept: list[tuple[float, float, float, float, Mix]] = []
-    for one in rated:
-        if not any(all(k[i] <= one[i] + 1e-9 for i in range(4)) for k in kept):
-            kept.append(one)
-    return [k[4] for k in kept]
+    kept: list[tuple[tuple[float, ...], Mix]] = []
+    for *rates, mix in rated:
+        one = tuple(float(x) for x in rates)
+        if not any(all(k <= x + 1e-9 for k, x in zip(known, one, strict=True)) for known, _ in kept):
+            kept.append((one, mix))
+    return [mix for _, mix in kept]

@@ -23,10 +23,11 @@ from planner.legality import limits_of
 from planner.rules.cluster import same_placement
 from planner.rules.core import RULES, Case, Limits, Rule
 from planner.rules.schedule import chunks_of
-from profiles.errors import InputError
+from planner.wishes import Wish as Wish
+from planner.wishes import read_wishes as read_wishes
 
-FIELDS = ("tp", "cp", "cp_kind", "pp", "vpp", "ep", "etp", "dp", "dp_replicate", "dp_shard", "zero", "order", "micro_batch", "schedule",
-          "recompute", "dispatcher", "offload", "stages", "sp", "capacity")  # fmt: skip
+PREFIX_FIELDS = ("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp")
+SHARD_FIELDS = ("dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload")
 SEARCHED_VPP = 8
 """Chunks a rank that interleaved schedules are tried up to (a pipeline's bubble then is an eighth), unless vpp is pinned."""
 
@@ -81,6 +82,12 @@ def _parts(kind: str, cp: int) -> tuple[int, int]:
 class _Chosen:
     """A layout of which only some fields are chosen, as rules see it."""
 
+    tp: int
+    cp: int
+    cp_kind: str
+    pp: int
+    dp: int
+
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
 
@@ -91,62 +98,6 @@ class _Chosen:
     @property
     def ulysses(self) -> int:
         return _parts(self.cp_kind, self.cp)[1]
-
-
-# -- what the user wants fixed --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """``field op values``: =, <=, >= or !=."""
-
-    field: str
-    op: str
-    values: tuple[str, ...]
-
-    def allows(self, value: Any) -> bool:
-        shown = _text(value)
-        if self.op == "=":
-            return shown in self.values
-        if self.op == "!=":
-            return shown not in self.values
-        limit = int(self.values[0])
-        return int(value) <= limit if self.op == "<=" else int(value) >= limit
-
-    def __str__(self) -> str:
-        return f"{self.field}{self.op}{'|'.join(self.values)}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "+".join(map(str, value)) or "none"
-    return str(value)
-
-
-def read_wishes(text: str) -> tuple[Wish, ...]:
-    """``tp=8,pp<=4,schedule=1f1b|interleaved``. Raises InputError for a field that is no part of a layout."""
-    wishes = []
-    for part in re.split(r",(?![^(]*\))", text):
-        if not part.strip():
-            continue
-        match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|=)\s*(.+?)\s*", part)
-        if not match:
-            raise InputError("pin", part, "must read key=value, key<=value, key>=value or key!=value", "tp=8")
-        field, op, raw = match[1], match[2], match[3]
-        if field not in FIELDS:
-            import difflib
-
-            close = difflib.get_close_matches(field, FIELDS, 1)
-            raise InputError("pin", field, f"is no part of a layout; parts are {', '.join(FIELDS)}", close[0] if close else None)
-        values = (raw,) if field in ("stages", "recompute") else tuple(v.strip() for v in raw.split("|"))
-        if op in ("<=", ">=") and not values[0].isdecimal():
-            raise InputError("pin", part, "a limit is a whole number", f"{field}{op}8")
-        if op in ("=", "!=") and field not in ("stages",):
-            values = tuple(_text(Layout.read(f"{field}={v}")[field]) for v in values)
-        wishes.append(Wish(field, op, values))
-    return tuple(wishes)
 
 
 class Space:
@@ -325,9 +276,9 @@ class Space:
     def _shard_choices(
         self, prefix: Prefix, orders: Sequence[str], dispatchers: Sequence[str], offloads: Sequence[tuple[str, ...]]
     ) -> Iterator[Shard]:
-        known = frozenset(("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp"))
-        base = {f: getattr(prefix, f) for f in ("tp", "cp", "cp_kind", "pp", "dp", "ep", "etp", "sp")}
-        new = frozenset(("dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload"))
+        known = frozenset(PREFIX_FIELDS)
+        base = {f: getattr(prefix, f) for f in PREFIX_FIELDS}
+        new = frozenset(SHARD_FIELDS)
         for replicate, shard, zero in self._sharding(prefix):
             if not (self.allowed("dp_replicate", replicate) and self.allowed("dp_shard", shard) and self.allowed("zero", zero)):
                 continue
@@ -396,15 +347,15 @@ class Space:
 
     @cached_property
     def _crossing(self) -> list[Rule]:
-        batch, shard = {"micro_batch", "schedule", "vpp"}, {"dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload"}
+        batch, shard = {"micro_batch", "schedule", "vpp"}, set(SHARD_FIELDS)
         return [r for r in RULES.values() if r.reads & batch and r.reads & shard and not r.reads & {"recompute", "stages"}]
 
     def _values(self, prefix: Prefix, batch: Batch, shard: Shard) -> dict[str, Any]:
         return {
-            "tp": prefix.tp, "sp": prefix.sp, "cp": prefix.cp, "cp_kind": prefix.cp_kind, "pp": prefix.pp, "dp": prefix.dp, "ep": prefix.ep,
-            "etp": prefix.etp, "micro_batch": batch.micro_batch, "schedule": batch.schedule, "vpp": batch.vpp, "dp_replicate": shard.dp_replicate,
-            "dp_shard": shard.dp_shard, "zero": shard.zero, "order": shard.order, "dispatcher": shard.dispatcher, "offload": shard.offload,
-        }  # fmt: skip
+            **{f: getattr(prefix, f) for f in PREFIX_FIELDS},
+            **{f: getattr(batch, f) for f in ("micro_batch", "schedule", "vpp")},
+            **{f: getattr(shard, f) for f in SHARD_FIELDS},
+        }
 
     def columns_of(self, prefix: Prefix, batch: Batch) -> list[Shard]:
         """The shard choices that complete a core."""
@@ -449,8 +400,8 @@ class Space:
         return self._order_memo[prefix]
 
     def _find_orders(self, prefix: Prefix) -> list[str]:
-        known = frozenset(("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp"))
-        base = {f: getattr(prefix, f) for f in ("tp", "cp", "cp_kind", "pp", "dp", "ep", "etp", "sp")}
+        known = frozenset(PREFIX_FIELDS)
+        base = {f: getattr(prefix, f) for f in PREFIX_FIELDS}
         return [o for o in self._orders(prefix) if self._legal(_Chosen(**base, order=o), known, frozenset(("order",)))]
 
     def layout(self, prefix: Prefix, batch: Batch, shard: Shard, stages: tuple[int, ...] = (), recompute: str = "none") -> Layout:

@@ -24,8 +24,9 @@ def batch_divides(case: Case) -> Iterator[Break]:
     if batch % (micro * dp) == 0:
         return
     if batch % dp == 0:
-        yield Break("micro_batch", micro, f"global batch {batch} = {batch // dp} sequences for each of dp = {dp} does not divide by micro_batch {micro}",
-                    tuple(divisors(batch // dp)))  # fmt: skip
+        each = batch // dp
+        message = f"global batch {batch} = {each} sequences for each of dp = {dp} does not divide by micro_batch {micro}"
+        yield Break("micro_batch", micro, message, tuple(divisors(each)))
     else:
         unit = micro * dp
         yield Break(
@@ -81,8 +82,11 @@ def microbatches_in_groups(case: Case) -> Iterator[Break]:
             legal = [
                 n for n in range(pp, 2 * m + pp) if n % (pp if case.limits.interleaved_multiple == "pp" else max(1, n // pp)) == 0
             ]
-            yield Break("global_batch", case.job.global_batch, f"{m} microbatches (global batch / (micro_batch {layout.micro_batch} * dp {layout.dp}))"
-                        f" do not divide by {group}, the group of an interleaved pipeline of pp = {pp}", tuple(n * unit for n in legal))  # fmt: skip
+            message = (
+                f"{m} microbatches (global batch / (micro_batch {layout.micro_batch} * dp {layout.dp})) do not divide by {group}, the"
+                f" group of an interleaved pipeline of pp = {pp}"
+            )
+            yield Break("global_batch", case.job.global_batch, message, tuple(n * unit for n in legal))
     if layout.schedule == "dualpipe" and m % 2:
         yield Break(
             "global_batch",

@@ -60,7 +60,7 @@ def live_bytes() -> int:
 def most_allocated(profile: torch.autograd.profiler.profile) -> int:
     """Most bytes allocated and not freed at once while the profile ran."""
     assert profile.kineto_results is not None
-    events = [(e.start_ns(), e.nbytes()) for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    events = [(e.start_ns(), e.nbytes()) for e in profile.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[attr-defined]
     alive = most = 0
     for _, size in sorted(events, key=lambda event: event[0]):
         alive += size

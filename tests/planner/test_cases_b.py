@@ -27,7 +27,13 @@ def test_b01_kv_heads_bound_tp_where_they_are_not_replicated() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv", "legal"),
-    [(40, 8, [1, 2, 4, 8, 40]), (28, 4, [1, 2, 4, 28]), (32, 8, [1, 2, 4, 8, 16, 32]), (32, 32, [1, 2, 4, 8, 16, 32]), (12, 1, [1, 2, 3, 4, 6, 12])],
+    [
+        (40, 8, [1, 2, 4, 8, 40]),
+        (28, 4, [1, 2, 4, 28]),
+        (32, 8, [1, 2, 4, 8, 16, 32]),
+        (32, 32, [1, 2, 4, 8, 16, 32]),
+        (12, 1, [1, 2, 3, 4, 6, 12]),
+    ],
 )
 def test_b02_ulysses_degrees_need_query_and_kv_heads(heads: int, kv: int, legal: list[int]) -> None:
     assert ulysses_degrees(heads, kv) == legal

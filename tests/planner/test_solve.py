@@ -78,7 +78,9 @@ def exhaustive(j: Job) -> tuple[float, int]:
         for stages in compositions(column.layers, column.chunks):
             starts = [sum(stages[:c]) for c in range(len(stages))]
             for policy in some:
-                choices = [list(policy.mixes(fitting.counts(s, s + n), len(column.modes))) for s, n in zip(starts, stages, strict=True)]
+                choices = [
+                    list(policy.mixes(fitting.counts(s, s + n), len(column.modes))) for s, n in zip(starts, stages, strict=True)
+                ]
                 for mixes in itertools.product(*choices):
                     seconds = column.step(column.simulate(mixes).seconds)
                     if seconds < best and fitting.fits(stages, mixes):
@@ -103,15 +105,16 @@ def check_against_enumeration(seed: int) -> None:
 
 
 SMALL = list(range(40))
+QUICK = (0, 1, 2, 5, 6, 7, 8, 9, 11)
 
 
-@pytest.mark.parametrize("seed", SMALL[:12])
+@pytest.mark.parametrize("seed", QUICK)
 def test_the_plan_of_a_small_job_is_the_best_of_all_enumerated(seed: int) -> None:
     check_against_enumeration(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SMALL[12:])
+@pytest.mark.parametrize("seed", [s for s in SMALL if s not in QUICK])
 def test_more_small_jobs_equal_enumeration(seed: int) -> None:
     check_against_enumeration(seed)
 
@@ -163,7 +166,9 @@ def test_the_column_of_the_planner_is_the_estimate_and_the_memory_model() -> Non
             continue
         mixes = [((n // 2, 0, 0, n - n // 2),) for n in stages]
         layout = column.layout_of(stages, mixes)
-        assert column.step(column.simulate(mixes).seconds) == pytest.approx(estimate(j, layout, detail=False).step_seconds, rel=1e-12)
+        assert column.step(column.simulate(mixes).seconds) == pytest.approx(
+            estimate(j, layout, detail=False).step_seconds, rel=1e-12
+        )
         for rank, memory in enumerate(stage_memory(j, layout)):
             held = fitting.held(rank)
             spans = [(sum(stages[:c]), sum(stages[: c + 1])) for c in held]
