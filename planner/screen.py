@@ -171,7 +171,7 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | 
     if len(plan.stages) > 1:
         from planner.report.spans import spans_of
 
-        show_timeline(out, spans_of(plan))
+        show_timeline(out, spans_of(plan, most=20_000))
     if plan.runners_up:
         rows = [
             (
@@ -201,7 +201,10 @@ def show_timeline(out: Console, spans: Spans, most: int = 8, width: int = 96) ->
     """The step as one line a stage: how busy it is in each slice of time, full blocks for all of it, blanks for waiting."""
     stages = sorted({s.stage for s in spans.spans})
     every = max(1, -(-len(stages) // most))
-    out.print(f"timeline of {seconds(spans.seconds)}: busy share by stage" + (f" (one stage in {every})" if every > 1 else ""))
+    part = f" ({spans.drawn} of {spans.microbatches} microbatches)" if spans.drawn < spans.microbatches else ""
+    out.print(
+        f"timeline of {seconds(spans.seconds)}{part}: busy share by stage" + (f" (one stage in {every})" if every > 1 else "")
+    )
     for stage in stages[::every]:
         out.print(f"{stage:>5} |{sparkline(spans, stage, width)}|", markup=False)
 

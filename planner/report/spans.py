@@ -49,18 +49,19 @@ class Spans:
         return self.seconds - sum(s.end - s.start for s in mine)
 
 
-def spans_of(plan: Plan) -> Spans:
-    """The timeline of a plan's step."""
-    return simulate(plan.job(), plan.layout_object, plan.step_seconds)
+def spans_of(plan: Plan, most: int = MOST_ACTIONS) -> Spans:
+    """The timeline of a plan's step, of at most about ``most`` actions."""
+    return simulate(plan.job(), plan.layout_object, plan.step_seconds, most)
 
 
-def simulate(job: Job, layout: Layout, step_seconds: float) -> Spans:
-    """The timeline of one step of ``job`` under ``layout``, which takes ``step_seconds`` in all."""
+def simulate(job: Job, layout: Layout, step_seconds: float, most: int = MOST_ACTIONS) -> Spans:
+    """The timeline of one step of ``job`` under ``layout``, which takes ``step_seconds`` in all; a step of more than ``most`` actions
+    with fewer microbatches."""
     chunks = chunk_seconds(job, layout)
     updates = [rank_update(job, layout, chunks, rank) for rank in range(layout.pp)]
     microbatches = drawn = layout.microbatches(job.global_batch)
     group = 2 * layout.pp * (2 if layout.schedule.startswith("dualpipe") else 1)
-    while 2 * layout.chunks * drawn > MOST_ACTIONS and drawn > 4 * group:
+    while 2 * layout.chunks * drawn > most and drawn > 4 * group:
         drawn -= group * max(1, drawn // (4 * group))
     timeline = run_schedule(job, layout, chunks, updates, drawn)
     shares = _shares(job, layout)

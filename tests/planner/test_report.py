@@ -61,6 +61,13 @@ def test_exposed_communication_of_the_busiest_stage_is_what_the_step_accounts_fo
     assert drawn == pytest.approx(accounted, rel=0.02)
 
 
+def test_a_long_step_is_drawn_with_fewer_microbatches_and_says_so(make_plan):
+    long = make_plan("llama-3-8b", "h100-sxm:2x8", "tp=2,pp=4,recompute=full", batch=256)
+    short = spans_of(long, most=300)
+    assert (short.microbatches, short.drawn) == (128, 32)
+    assert {s.microbatch for s in short.spans if s.stage == 3} - {-1} == set(range(short.drawn))
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"])
 def test_every_schedule_can_be_drawn(make_plan, schedule):
     plan = make_plan(
