@@ -91,12 +91,13 @@ def test_g09_every_constant_has_an_origin_and_a_source():
 
 
 def test_g10_ten_thousand_layouts_are_searched_offline_pins_hold_and_runners_up_say_what_they_lose():
-    of = job("llama-3-8b", "h100-sxm:8x8", 4096, 256)
-    plan = solve(PlanRequest(of, pins="tp=8,pp=4", top=3, tie=0.0))
-    assert (plan.layout_object.tp, plan.layout_object.pp) == (8, 4)
-    free = solve(PlanRequest(of, pins="cp=1,schedule!=interleaved", top=2))
-    assert free.certificate.columns_legal >= 2_000
-    assert free.step_seconds <= plan.step_seconds * 1.01
+    of = job("llama-3.2-1b", "h100-sxm:4x8", 2048, 64)
+    free = solve(PlanRequest(of, top=2))
+    assert free.certificate.columns_legal >= 10_000
+    pinned = solve(PlanRequest(of, pins="tp=4,pp=2", top=0))
+    assert (pinned.layout_object.tp, pinned.layout_object.pp) == (4, 2)
+    assert pinned.step_seconds >= free.certificate.best_bound_seconds
+    assert free.runners_up
     for runner in free.runners_up:
         gained = sum(runner.loses.values())
         assert gained == pytest.approx(runner.estimate["step_seconds"] - free.step_seconds, rel=1e-6, abs=1e-9)
