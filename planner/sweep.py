@@ -14,18 +14,21 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_models.job import Job
 from cost_models.memory import fits
 from planner.columns import mode_text
 from planner.legality import binding_category
 from planner.plan import digest, hashes
-from planner.search import Outcome, Row, Search
+from planner.search import Outcome, Search
 from planner.solve import PlanRequest, layout_of, search, solve
 from profiles.errors import AxisplanError, DoesNotFit, InputError, one_line
 from profiles.files import read_json, write_text
 from profiles.version import __version__
+
+if TYPE_CHECKING:
+    from planner.rows import Row
 
 AXES = ("cluster", "gpus", "seq_len", "global_batch")
 COLUMNS = (
@@ -136,15 +139,26 @@ def _each(
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
 
-    pool = ProcessPoolExecutor(min(jobs, len(waiting)), mp_context=multiprocessing.get_context("spawn"))
+    start = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(jobs, len(waiting)), mp_context=start, initializer=_leave_interrupts_to_the_parent)
     try:
         futures = {pool.submit(work, point): key for key, point in waiting}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenProcessPool:
         raise AxisplanError("a process of the sweep was killed (out of memory?); run again with fewer --jobs") from None
+    except KeyboardInterrupt:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def plan_rows(point: Point) -> list[dict[str, Any]]:
