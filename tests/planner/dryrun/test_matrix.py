@@ -40,7 +40,7 @@ REST = [
 OPEN = {
     "zb-": "held gradients of a split backward are overestimated by up to 2 % at these sizes",
     "selective(mlp)": "the formula keeps the gathered input of a recomputed feed-forward, the program its part",
-    "zero=3": "the formula adds reduced gradients to the middle of a layer's backward: up to 13 % at these sizes, never too low",
+    "zero=3": "the formula adds reduced gradients to the middle of a layer's backward: up to 13 % at these sizes",
 }
 """Where activations or peak are not yet within tolerance, by a piece of the layout."""
 
