@@ -133,7 +133,7 @@ def program(job: Job, layout: Layout, rank: int) -> Iterator[Trainer]:
         (Dispatcher, "plan", counted(Dispatcher.plan)),
     )
     if layout.zero == 3 and layout.dp_shard * layout.cp > 1:  # built on no device: FSDP2 cuts a parameter into a view a rank
-        changes += ((train, "Decoder", without_fakes(train.Decoder)), (fully_sharded, "shard", without_fakes(fully_sharded.shard)))
+        changes += ((train, "Decoder", without_fakes(model.Decoder)), (fully_sharded, "shard", without_fakes(fully_sharded.shard)))
     with fake_rank(rank, layout.world), replaced(*changes), FakeTensorMode(allow_non_fake_inputs=True):
         yield Trainer(job.model, layout, settings, CPU)
 
