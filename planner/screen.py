@@ -327,7 +327,7 @@ def show_check(out: Console, layout: str, document: Mapping[str, Any]) -> None:
         out.print(f"fits     {'yes' if document['fits'] else 'no'}")
         if binding := document.get("binding"):
             over = binding["over_bytes"]
-            state = f"{gib(over)} over the limit" if over > 0 else f"{gib(-over)} below the limit"
+            state = f"{gib(over)} over the limit" if over > 0 else f"{gib(binding['headroom_bytes'])} below the limit"
             out.print(f"binding  stage {binding['stage']}, {binding['category']}, {state}")
             if binding.get("fits_if_balanced"):
                 out.print("         it would fit only if experts were perfectly balanced (--moe-imbalance 1)")
