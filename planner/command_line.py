@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from profiles.errors import InputError
+from profiles.version import __version__
 
 if TYPE_CHECKING:
     from cost_models.job import Job
@@ -196,3 +198,25 @@ def read_facts(facts: tuple[str, ...]) -> dict[str, str]:
             raise InputError("--set", fact, "must read execution.KEY=VALUE", "execution.attention=flash")
         read[key.removeprefix("execution.")] = value
     return read
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+EXAMPLE_JOB = "llama-3-70b --cluster h100-sxm:8x8 --seq-len 8k --global-batch 512"
+
+
+@click.group(cls=Commands, context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="axisplan", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Find the fastest way to spread the training of a model over a cluster, prove it, and launch it.
+
+    Start with `axisplan demo`: the whole job on this machine in a few minutes.
+    """
+
+
+def command(name: str, example: str = "", hidden: bool = False) -> Callable[[Callable[..., Any]], click.Command]:
+    return cli.command(name, cls=Examples, example=example, context_settings=CONTEXT, hidden=hidden)
+
+
+def show_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2))

@@ -58,9 +58,10 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Median step time after the first quarter of the steps, which warm up caches and allocators."""
-        warm = self.records[max(1, len(self.records) // 4) :] or self.records
-        return float(statistics.median(r["seconds"] for r in warm))
+        """Median step time after the first quarter of the steps, which warm up caches and allocators and are watched for memory."""
+        warm = self.records[max(1, len(self.records) // 4) :]
+        timed = [r["seconds"] for r in warm if not r.get("watched")] or [r["seconds"] for r in self.records]
+        return float(statistics.median(timed))
 
     @property
     def peak_bytes(self) -> float:

@@ -1,0 +1,220 @@
+"""Launching: demo, emit, import, verify, dry-run, run, data, and the workers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from planner.command_line import CONTEXT, Commands, Examples, Tokens, as_json, cli, command, show_json
+from profiles.errors import InputError
+
+
+@command("demo", "axisplan demo\naxisplan demo --data notes.txt --steps 200")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("axisplan-demo"), show_default=True)
+@click.option(
+    "--data", type=click.Path(path_type=Path), multiple=True, help="Text to train on (default: Python's own documentation)."
+)
+@click.option("--model", default="llama-tiny", show_default=True, help="A built-in name or a config.json.")
+@click.option("--processes", type=click.IntRange(2, 64), help="Default: the GPUs there are, else 4 on the CPU.")
+@click.option("--steps", type=click.IntRange(4, 100_000), default=24, show_default=True)
+@click.option("--profile", type=click.Path(path_type=Path), help="A cluster.yaml measured before, instead of measuring now.")
+@click.option("--profile-seconds", type=click.FloatRange(5, 600), default=60.0, show_default=True)
+def demo(**options: Any) -> None:
+    """The whole job on this machine: measure, plan, prove, emit, train, compare. A few minutes on two cores."""
+    from planner import screen
+    from planner.demo import DemoSettings, run_demo
+
+    run_demo(DemoSettings(**options), screen.console())
+
+
+TARGETS = ("axisplan", "megatron", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
+LAUNCHERS = ("torchrun", "slurm", "kubernetes", "skypilot")
+
+
+@command("emit", "axisplan emit plan.json --target axisplan --launcher torchrun --out launch")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--target", type=click.Choice(TARGETS), default="axisplan", show_default=True)
+@click.option("--launcher", type=click.Choice(LAUNCHERS), default="torchrun", show_default=True)
+@click.option("--data", multiple=True, help="Training text or prepared data (other targets: data in the target's own form).")
+@click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=3e-4, show_default=True)
+@click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="A launcher's option: partition=gpu, image=NAME.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
+def emit(plan: Path, target: str, launcher: str, data: tuple[str, ...], extra: tuple[str, ...], out: Path, **numbers: Any) -> None:
+    """The launch files of a plan: a folder with the plan, the settings, launch.sh and a README."""
+    from planner.emit.core import EmitSettings
+    from planner.emit.core import emit as write
+    from planner.plan import Plan
+
+    folder = out.resolve()
+    found = tuple(os.path.relpath(Path(d).resolve(), folder) if target == "axisplan" else d for d in data)
+    settings = EmitSettings(data=found, options=pairs_of("--set", extra), **numbers)
+    for path in write(Plan.load(plan), target, launcher, out, settings):
+        click.echo(path)
+
+
+def pairs_of(name: str, given: tuple[str, ...]) -> dict[str, str]:
+    """``KEY=VALUE`` options as a mapping."""
+    bad = next((p for p in given if "=" not in p), None)
+    if bad is not None:
+        raise InputError(name, bad, "must read key=value", f"{bad}=1")
+    return dict(p.split("=", 1) for p in given)
+
+
+@command(
+    "import", "axisplan import --from megatron train.sh --gpus 64\naxisplan import --from torchtitan config.py --gpus 64 --json"
+)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--from", "source", type=click.Choice(("megatron", "torchtitan", "deepspeed", "accelerate")), required=True)
+@click.option("--gpus", type=Tokens(), help="GPUs it runs on, where the file does not say.")
+@as_json
+def import_command(file: Path, source: str, gpus: int | None, as_json: bool) -> None:
+    """A configuration that you run today -> a layout, for estimate, check and compare. The file is read, never run."""
+    from planner.emit.imported import read_configuration
+
+    found = read_configuration(source, file, gpus)
+    if as_json:
+        show_json(found.to_json())
+        return
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(found.layout_text)
+    click.echo(found.next_command(), err=True)
+
+
+@command("verify", "axisplan verify plan.json\naxisplan verify plan.json --json")
+@click.argument("plan", type=click.Path(path_type=Path))
+@as_json
+def verify(plan: Path, as_json: bool) -> None:
+    """Before a launch: is the plan whole, legal, does it fit, and does the real program of its worst stage agree? Exit code 0 to 3."""
+    from planner.dryrun import show
+    from planner.dryrun.report import verify as verify_plan
+    from planner.plan import Plan
+    from planner.screen import console
+
+    document = verify_plan(Plan.load(plan))
+    if as_json:
+        show_json(document)
+    else:
+        show.show_verify(console(), document)
+    raise click.exceptions.Exit(document["exit_code"])
+
+
+@command("dry-run", "axisplan dry-run plan.json --stage 0 --strict\naxisplan dry-run plan.json --module mymodel:build")
+@click.argument("plan", type=click.Path(path_type=Path), required=False)
+@click.option("--plan", "plan_option", type=click.Path(path_type=Path), help="The plan, as an option.")
+@click.option("--rank", type=int, help="The rank to trace (default: the first of the stage with the highest predicted peak).")
+@click.option("--stage", type=int, help="Trace the first rank of this pipeline rank.")
+@click.option("--all-stages", is_flag=True, help="Trace one rank of every stage; stages that are alike once.")
+@click.option(
+    "--steps", type=click.IntRange(1, 100), default=2, show_default=True, help="Training steps; the last one is reported."
+)
+@click.option(
+    "--module", metavar="PACKAGE.MODULE:FUNCTION", help="Trace the module that this function builds instead of the plan's model."
+)
+@click.option("--strict", is_flag=True, help="Exit code 1 where formula and program differ beyond the tolerances.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw memory over the step.")
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a trace for Perfetto or chrome://tracing.")
+@as_json
+def dry_run(plan: Path | None, plan_option: Path | None, as_json: bool, **options: Any) -> None:
+    """One rank of the plan's real program, in a world of any size, without GPUs: memory, FLOPs, collectives, against the formulas."""
+    from planner.dryrun.command import run_command
+    from planner.plan import Plan
+
+    path = plan or plan_option
+    if path is None:
+        raise InputError("plan", "", "name a plan file", "axisplan dry-run plan.json")
+    documents, code = run_command(Plan.load(path), not as_json, **options)
+    if as_json:
+        show_json(documents[0] if len(documents) == 1 else {"stages": documents})
+    raise click.exceptions.Exit(code)
+
+
+@command("run", "axisplan run plan.json --data notes.txt --steps 100")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--settings", type=click.Path(path_type=Path), help="Training settings (JSON), as emitted.")
+@click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Training text or prepared data.")
+@click.option("--steps", type=click.IntRange(1))
+@click.option("--out", type=click.Path(path_type=Path), help="Where checkpoints and metrics go (default: run/ beside the plan).")
+@click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="Any other training setting.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Rendezvous port (default: a free one).")
+@as_json
+def run(
+    plan: Path,
+    settings: Path | None,
+    data: tuple[Path, ...],
+    steps: int | None,
+    out: Path | None,
+    extra: tuple[str, ...],
+    port: int | None,
+    as_json: bool,
+) -> None:
+    """Train a plan on this machine's devices through torchrun: one line a step."""
+    from planner import screen
+    from planner.plan import Plan
+    from planner.runtime.launch import launch
+
+    loaded = Plan.load(plan)
+    arguments = ["train", str(plan.resolve())]
+    for name, value in (("--settings", settings), ("--steps", steps), ("--out", out)):
+        arguments += [name, str(value)] if value is not None else []
+    arguments += ["--data", *map(str, data)] if data else []
+    for pair in extra:
+        arguments += ["--set", pair]
+
+    def record(line: dict[str, Any]) -> None:
+        if as_json:
+            click.echo(json.dumps(line))
+        else:
+            click.echo(
+                f"step {line['step']:>6}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
+                f"{screen.seconds(line['seconds'])}  {line['tokens_per_second']:,.0f} tokens/s  {screen.gib(line['peak_bytes'])}"
+            )
+
+    launch(arguments, loaded.layout_object.world, record, port=port)
+
+
+@cli.group("data", cls=Commands, context_settings=CONTEXT)
+def data() -> None:
+    """Training data: text to tokens that are mapped into memory."""
+
+
+DATA_EXAMPLE = """axisplan data prepare book.txt notes.txt --out tokens
+axisplan run plan.json --data tokens"""
+
+
+@data.command("prepare", cls=Examples, example=DATA_EXAMPLE, context_settings=CONTEXT)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--tokenizer", default="bytes", show_default=True, help="bytes, or a Hugging Face tokenizer.json.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
+@as_json
+def data_prepare(files: tuple[Path, ...], tokenizer: str, out: Path, as_json: bool) -> None:
+    """Tokenise text FILES, one document each, into a folder that `run --data` and `emit --data` take."""
+    from planner.runtime.data import prepare
+
+    found = prepare(files, out, tokenizer)
+    if as_json:
+        show_json(found)
+    else:
+        click.echo(", ".join(f"{key} {value}" for key, value in found.items()))
+
+
+@command("worker", hidden=True)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def worker(arguments: tuple[str, ...]) -> None:
+    """One process of a run, started by torchrun."""
+    if arguments[:1] == ("check",):
+        from planner.preflight import run as check_cluster
+
+        raise click.exceptions.Exit(check_cluster(arguments[1:]))
+    from planner.runtime.worker import main as work
+
+    raise click.exceptions.Exit(work(list(arguments)))
+
+
+worker.ignore_unknown_options = True
+worker.context_settings = {"ignore_unknown_options": True, "help_option_names": []}
