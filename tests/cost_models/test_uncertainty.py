@@ -29,7 +29,7 @@ def test_a_gpu_with_estimated_curves_has_a_wider_interval_than_a_measured_one() 
 def test_the_interval_is_symmetric_in_ratio() -> None:
     found = estimate(JOB, Layout.parse("tp=2,dp=4", 8))
     assert found.step_seconds / found.step_seconds_low == pytest.approx(found.step_seconds_high / found.step_seconds)
-    assert EIGHTY == pytest.approx(1.2816, abs=1e-4)
+    assert pytest.approx(1.2816, abs=1e-4) == EIGHTY
 
 
 def test_an_error_is_at_least_the_noise_of_runs_and_at_most_its_worst_cause() -> None:
