@@ -113,7 +113,7 @@ def test_the_plan_of_a_small_job_is_the_best_of_all_enumerated(seed: int) -> Non
     check_against_enumeration(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.parametrize("seed", [s for s in SMALL if s not in QUICK])
 def test_more_small_jobs_equal_enumeration(seed: int) -> None:
     check_against_enumeration(seed)

@@ -47,7 +47,7 @@ OPEN = {
 
 def marked(case: tuple[str, int, str]) -> Any:
     why = next((reason for piece, reason in OPEN.items() if piece in case[2]), None)
-    return pytest.param(*case, marks=[pytest.mark.slow, *([pytest.mark.xfail(reason=why, strict=False)] if why else [])])
+    return pytest.param(*case, marks=[pytest.mark.verify, *([pytest.mark.xfail(reason=why, strict=False)] if why else [])])
 
 
 MATRIX = [*QUICK, *map(marked, REST)]
