@@ -13,12 +13,15 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from profiles.errors import AxisplanError, InputError, one_line
 
 PR_SET_PDEATHSIG = 1
+PATIENCE = 20.0
+"""Seconds that the other ranks leave rank 0 to report a fault of the input."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,8 +128,9 @@ def _explain(error: BaseException) -> None:
     rank = int(os.environ.get("RANK", "0"))
     text = one_line(error)
     if isinstance(error, InputError):
-        if rank == 0:  # every rank reads the same input and finds the same fault
-            print(f"axisplan: {text}", file=sys.stderr)
+        if rank:  # every rank reads the same input and finds the same fault: rank 0 says so, and torchrun then ends the others
+            time.sleep(PATIENCE)
+        print(f"axisplan: {text}", file=sys.stderr)
     elif isinstance(error, AxisplanError):
         print(f"axisplan: {text}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt | SystemExit):

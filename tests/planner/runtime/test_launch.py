@@ -18,6 +18,7 @@ from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.runs import load_runs, read_rows
+from cost_models.step import estimate
 from planner import plan as plans
 from planner.runtime.checkpoint import latest
 from planner.runtime.launch import launch, why
@@ -41,7 +42,7 @@ def folder(path: Path, layout: str = "dp=2", world: int = 2, **settings: Any) ->
     plans.Plan(
         model=plans.model_dump(model), cluster=plans.cluster_dump(job.cluster), execution=plans.execution_dump(job.execution),
         inputs=plans.hashes(job), job_settings=plans.job_record(job), layout=plans.layout_dump(made), layout_text=made.text(),
-        stages=plans.stages_of(job, made), estimate={"step_seconds": 1.0}, certificate=certificate,
+        stages=plans.stages_of(job, made), estimate=estimate(job, made).to_json(), certificate=certificate,
     ).save(path / "plan.json")  # fmt: skip
     (path / "text.txt").write_text(TEXT)
     facts = {"data": ["text.txt"], "steps": 4, "learning_rate": 3e-3, **settings}
