@@ -42,6 +42,13 @@ def _bare_chunks(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> dic
     return {}
 
 
+@lru_cache(maxsize=1024)
+def _chunks_held(schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+    """The chunks of each rank."""
+    layout = Layout(pp=pp, vpp=vpp, schedule=schedule)
+    return tuple(ranks_chunks(layout, rank) for rank in range(pp))
+
+
 def _runs(job: Job, modes: tuple[RecomputeRule, ...], mix: Mix) -> list[Run]:
     """The chunk as runs: kinds in the order they first appear in the model, the costlier modes of a kind first."""
     order = sorted(range(len(mix)), key=job.model.pattern.index)
@@ -67,8 +74,12 @@ class Fitting:
         layout = self.layout
         return tuple(r.snapshots for r in in_flight(layout.schedule, layout.pp, layout.vpp, self.column.microbatches))
 
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        return _chunks_held(self.layout.schedule, self.layout.pp, self.layout.vpp)
+
     def held(self, rank: int) -> tuple[int, ...]:
-        return ranks_chunks(self.layout, rank)
+        return self._held[rank]
 
     def counts(self, start: int, stop: int) -> Counts:
         return tuple(int(x) for x in self.prefix[stop] - self.prefix[start])

@@ -25,11 +25,11 @@ from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.memory import StageMemory, fits
 from planner import bounds
-from planner.bulk import Bulk, lower_bytes, lower_seconds
 from planner.columns import Column, PathStore, Units, mode_text, modes_of, prefix_counts, units
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
 from planner.program import Answer
+from planner.rows import Row, Rows, idle
 from planner.solve_column import PROVED, solve_column
 from planner.space import Batch, Prefix, Shard, Space
 from profiles.errors import InputError
@@ -40,16 +40,9 @@ CHEAP = 40
 """Entries left that are worth proving unasked."""
 EFFORT, EFFORT_TO_PROVE = 60, 4000
 """Columns solved at most: a count, not a time, so that the same input gives the same plan on any machine."""
+BOUNDED, BOUNDED_TO_PROVE = 4000, 1_000_000
+"""Rows, cores and columns bounded at most, one by one."""
 PAIRED = ("dualpipe", "dualpipe-v")
-KIND = {"ring": 0, "ulysses": 1, "allgather": 3}
-
-
-@dataclass
-class Row:
-    prefix: Prefix
-    micro_batch: int
-    microbatches: int
-    batches: tuple[Batch, ...]
 
 
 @dataclass(frozen=True)
@@ -110,35 +103,8 @@ class Search:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def rows(self) -> list[Row]:
-        out = []
-        for prefix in self.space.prefixes:
-            by: dict[int, list[Batch]] = {}
-            for batch in self.space.batches(prefix.tp, prefix.cp, prefix.pp, prefix.dp):
-                by.setdefault(batch.micro_batch, []).append(batch)
-            out += [Row(prefix, micro, batches[0].microbatches, tuple(batches)) for micro, batches in by.items()]
-        return out
-
-    @cached_property
-    def _table(self) -> npt.NDArray[np.int64]:
-        """Row x (tp, ring, ulysses, ep, etp, micro batch, cp kind, pp, dp, microbatches)."""
-        data = []
-        for row in self.rows:
-            p = row.prefix
-            kind = KIND.get(p.cp_kind, 2)
-            data.append((p.tp, p.ring, p.ulysses, p.ep, p.etp, row.micro_batch, kind, p.pp, p.dp, row.microbatches))
-        return np.array(data, np.int64).reshape(len(data), 10)
-
-    @cached_property
-    def _keys(self) -> tuple[Bulk, npt.NDArray[np.int64]]:
-        """Seconds by distinct key, and each row's key."""
-        table = self._table[:, :7]
-        code = np.zeros(len(table), np.int64)
-        for i in range(7):
-            values, inverse = np.unique(table[:, i], return_inverse=True)
-            code = code * len(values) + inverse
-        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-        return lower_seconds(self.job, table[first]), inverse
+    def rows(self) -> Rows:
+        return Rows(self.job, self.space, self.modes, self.totals)
 
     def step(self, pipeline: Any) -> Any:
         return (pipeline + self.job.execution.step_overhead_seconds) * self.slowing
@@ -146,42 +112,21 @@ class Search:
     @cached_property
     def row_bounds(self) -> npt.NDArray[np.float64]:
         """Least seconds of a step, by row."""
-        bulk, at = self._keys
-        table = self._table
-        bound: npt.NDArray[np.float64] = self.step(table[:, 9] * bulk.total(self.totals)[at] / table[:, 7])
+        bound: npt.NDArray[np.float64] = self.step(self.rows.seconds(np.arange(len(self.rows))))
         return bound
-
-    @cached_property
-    def _bytes(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        offload = any(self.space._offloads())
-        return lower_bytes(self.job, self.space.limits, self._table, self.modes, offload=offload)
 
     @property
     def row_bytes(self) -> npt.NDArray[np.float64]:
         """Least bytes of the fullest rank, by row."""
-        return self._bytes[0]
+        return self.rows.bytes[0]
 
-    def _hopes(self) -> npt.NDArray[np.float64]:
+    def _hopes(self, bounds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """About how long a row's best step takes: its bound, the pipeline's idle time, and recompute where memory asks for it."""
-        idle = np.array([min(self._idle(b, r.prefix.pp) for b in r.batches) for r in self.rows])
-        _, plain, tight = self._bytes
+        _, plain, tight = self.rows.bytes
         limit = self.job.limit_bytes
         over = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
-        hopes: npt.NDArray[np.float64] = self.row_bounds * (1 + idle) * (1 + over / 3) * np.where(tight > limit, 1.4, 1.0)
+        hopes: npt.NDArray[np.float64] = bounds * (1 + self.rows.idle()) * (1 + over / 3) * np.where(tight > limit, 1.4, 1.0)
         return hopes
-
-    # -- books ------------------------------------------------------------------------------------------------------
-
-    def count(self, row: Row) -> int:
-        """Columns of a row."""
-        total = 0
-        by: dict[str, int] = {}
-        for batch in row.batches:
-            by[batch.schedule] = by.get(batch.schedule, 0) + 1
-        for schedule, number in by.items():
-            sample = next(b for b in row.batches if b.schedule == schedule)
-            total += number * self.space.count(row.prefix, sample)
-        return total
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -208,17 +153,15 @@ class Search:
         longest = -(-self.job.model.num_layers // chunks) + 2
         return policies(self.space.limits.recompute, self.modes, longest)
 
-    def _idle(self, batch: Batch, pp: int) -> float:
-        """About the idle share of a schedule, layers that do not divide over its chunks counted."""
-        layers, chunks = self.job.model.num_layers, pp * batch.vpp
-        rounded = -(-layers // chunks) * chunks / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
-        return (1 + _bubble(batch, pp)) * rounded - 1
-
-    def try_row(self, row: Row, most: int = 2) -> bool:
-        """Quick answers of a row's most promising columns; whether one fits."""
-        ranked = sorted(row.batches, key=lambda b: (self._idle(b, row.prefix.pp), b.vpp))[:most]
-        some = False
-        for batch in ranked:
+    def try_row(self, row: Row, most: int = 2, spare: int = 1) -> bool:
+        """Quick answers of a row's most promising columns: of ``most`` batches that fit, ``spare`` that do not passed over; whether one
+        fits."""
+        ranked = sorted(row.batches, key=lambda b: (idle(b, row.prefix.pp, self.job.model.num_layers), b.vpp))
+        fitted = 0
+        for place, batch in enumerate(ranked):
+            if fitted == most or place - fitted > spare:
+                break
+            some = False
             for shard in self._likely(row.prefix, batch):
                 column, fitting = self.column(row.prefix, batch, shard)
                 answer = quick(column, fitting, self.policies(batch, row.prefix))
@@ -226,7 +169,8 @@ class Search:
                 self._keep(answer, row.prefix, batch, shard)
                 if answer is not None and not any(n for mix in answer.mixes for r in mix for n in r[1:]):
                     break
-        return some
+            fitted += some
+        return fitted > 0
 
     def _likely(self, prefix: Prefix, batch: Batch) -> list[Shard]:
         """A few shard choices: sharded optimizer over all, whole replicas, everything sharded."""
@@ -242,27 +186,33 @@ class Search:
 
     def run(self) -> Outcome:
         rows = self.rows
-        if not rows:
+        if not len(rows):
             return Outcome(None, [], self.books, float("inf"))
-        counts = np.array([self.count(r) for r in rows])
+        counts, small = rows.counts, rows.fit
         self.books.legal = int(counts.sum())
-        small = self.row_bytes <= self.job.limit_bytes
         self.books.by_memory += int(counts[~small].sum())
-        order = [int(i) for i in np.lexsort((np.arange(len(rows)), self.row_bounds)) if small[i] and counts[i]]
-        self._first_answers(order)
-        self._best_first(order, counts)
-        self._families(order)
+        left = np.flatnonzero(small & (counts > 0))
+        self.least = np.full(len(rows), np.inf)
+        self.least[left] = self.step(rows.seconds(left))
+        left = left[np.lexsort((left, self.least[left]))]
+        if len(left):
+            self._first_answers(left)
+        self._best_first(left, counts)
+        self._families(left)
         return Outcome(self.best, list(self.found.values()), self.books, min(self.books.weakest, self.fastest))
 
-    def _best_first(self, order: Sequence[int], counts: npt.NDArray[np.int64]) -> None:
+    def _best_first(self, left: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
         """Rows open into cores, cores into columns, columns are solved, always the least bound next; what is left at the end is cut by
         its bound."""
-        heap: list[tuple[float, int, int, Any]] = [(float(self.row_bounds[i]), 0, n, i) for n, i in enumerate(order)]
+        near = left[self.least[left] < self.fastest]
+        self.books.by_bound += int(counts[left].sum() - counts[near].sum())
+        heap: list[tuple[float, int, int, Any]] = [(float(self.least[i]), 0, n, int(i)) for n, i in enumerate(near)]
         heapq.heapify(heap)
-        serial, solved = len(order), 0
+        serial, solved = len(near), 0
+        last = serial + (BOUNDED_TO_PROVE if self.prove else BOUNDED)
         gap = PROVED if self.prove else QUICK
         effort = EFFORT_TO_PROVE if self.prove else EFFORT
-        while heap and solved < effort:
+        while heap and solved < effort and serial < last:
             if heap[0][0] >= self.fastest * (1 - gap):
                 if gap == PROVED or len(heap) > CHEAP or heap[0][0] >= self.fastest * (1 - PROVED):
                     break
@@ -305,24 +255,25 @@ class Search:
         for shard in self.space.columns_of(self.rows[core.row].prefix, core.batch):
             yield self._column_bound(core, shard, bound), 3, (core, shard)
 
-    def _first_answers(self, order: Sequence[int], families: int = 60, each: int = 12) -> None:
+    def _first_answers(self, left: npt.NDArray[np.int64], most: int = 60, each: int = 12) -> None:
         """Quick answers: one row of each family of degrees that looks fast, then more rows of the families that did best."""
-        hopes = self._hopes()
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i in sorted(order, key=lambda i: (hopes[i], i)):
-            groups.setdefault(family(self.rows[i].prefix, None), []).append(i)
+        hopes = self._hopes(self.least)
+        left = left[np.lexsort((left, hopes[left]))]
+        numbers: dict[tuple[int, ...], int] = {}
+        of = np.array([numbers.setdefault(family(p, None), len(numbers)) for p in self.rows.prefixes], np.int64)[self.rows.at[left]]
         answers: list[tuple[float, int, list[int]]] = []
         waited = 0
-        for place, members in enumerate(list(groups.values())[:families]):
+        for place, first in enumerate(sorted(np.unique(of, return_index=True)[1])[:most]):
             before = self.fastest
-            fastest = min((self._row_answer(i, 1) for i in members[:2]), default=float("inf"))
+            members = [int(i) for i in left[of == of[first]][:each]]
+            fastest = min(self._row_answer(i, 1) for i in members[:2])
             answers.append((fastest, place, members))
-            waited = 0 if self.fastest < before * (1 - 1e-3) else waited + np.isfinite(fastest)
-            if waited >= 16:
+            waited = 0 if self.fastest < before * (1 - 1e-3) else waited + int(np.isfinite(fastest))
+            if waited >= 16 or hopes[members[0]] >= self.fastest:
                 break
         for _, _, members in sorted(answers)[:3]:
-            for i in members[:each]:
-                if self.row_bounds[i] < self.fastest and hopes[i] < self.fastest * 1.15:
+            for i in members:
+                if self.least[i] < self.fastest and hopes[i] < self.fastest * 1.05:
                     self._row_answer(i, 3)
 
     def _row_answer(self, i: int, most: int) -> float:
@@ -391,7 +342,7 @@ class Search:
     # -- what fits at all -------------------------------------------------------------------------------------------
 
     def _lean_rows(self, most: int) -> list[Row]:
-        order = np.lexsort((self._table[:, 5], self.row_bytes))
+        order = np.lexsort((self.rows.table[:, 5], self.row_bytes))
         return [self.rows[int(i)] for i in order[:most]]
 
     def anything_fits(self, most: int = 40) -> bool:
@@ -425,14 +376,14 @@ class Search:
 
     # -- runners-up -------------------------------------------------------------------------------------------------
 
-    def _families(self, order: Sequence[int]) -> None:
+    def _families(self, left: npt.NDArray[np.int64]) -> None:
         """Answers for further families (other degrees), cheapest bound first, for the runners-up."""
         if not self.extra or self.best is None:
             return
         seen = {family(f.prefix, f.shard) for f in self.found.values()}
         tried: dict[tuple[int, ...], int] = {}
-        for i in order:
-            row = self.rows[i]
+        for i in left:
+            row = self.rows[int(i)]
             degrees = family(row.prefix, None)
             if tried.get(degrees, 0) >= 2 or any(s[:-1] == degrees[:-1] for s in seen):
                 continue
@@ -446,15 +397,3 @@ class Search:
 def family(prefix: Prefix, shard: Shard | None) -> tuple[int, ...]:
     """What makes a layout really different: its degrees, and whether parameters are sharded."""
     return (prefix.tp, prefix.ring, prefix.ulysses, prefix.pp, prefix.ep, prefix.etp, int(shard is not None and shard.zero == 3))
-
-
-def _bubble(batch: Batch, pp: int) -> float:
-    """About the idle share of a schedule, to try likely ones first."""
-    ideal = (pp - 1) / batch.microbatches
-    return {
-        "interleaved": ideal / batch.vpp,
-        "zb-h1": ideal / 3,
-        "zb-v": ideal / 5,
-        "dualpipe-v": ideal / 4,
-        "dualpipe": ideal / 4,
-    }.get(batch.schedule, ideal)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from planner import bounds
 from planner.columns import Column, Mix
-from planner.fitting import Fitting, Policy
+from planner.fitting import Counts, Fitting, Policy
 from planner.heuristic import quick
 from planner.program import TOLERANCE, Answer, Block, Pattern, Program
 
@@ -98,10 +98,10 @@ def _solve(
         bound = max(bound, path_bound(column, fitting, policy, totals))
         if bound >= bar * (1 - gap):
             return Result(start, bound)
-    patterns = _patterns(column, fitting, policy, bar)
+    patterns = _patterns(column, fitting, policy, bar, largest)
     if patterns is None:
         return Result(start, max(bound, bar))
-    if sum(map(len, patterns)) > largest:
+    if not patterns:
         return Result(start, bound)
     program = Program([Block(column, fitting, policy, patterns)], bar)
     answer = program.solve(floor=bound, nodes=2000, rounds=60 if gap <= PROVED else 6)
@@ -185,31 +185,47 @@ def _mix(fitting: Fitting, policy: Policy, rank: int, counts: Sequence[int]) -> 
     return None if found is None else found[0]
 
 
-def _patterns(column: Column, fitting: Fitting, policy: Policy, bar: float) -> list[list[Pattern]] | None:
-    """The patterns of every chunk that a step below ``bar`` could have; None where a chunk has none."""
+def _patterns(column: Column, fitting: Fitting, policy: Policy, bar: float, largest: int) -> list[list[Pattern]] | None:
+    """The patterns of every chunk that a step below ``bar`` could have; None where a chunk has none, empty where there are more than
+    ``largest``."""
+    spans = _spans(column, bar)
+    if spans is None:
+        return None
+    number, last = sum(map(len, spans)), column.chunks - 1
+    loose = _loose(column, fitting, [max(stop - start for start, stop in s) for s in spans])
+    mixes: dict[tuple[Counts, bool, bool], list[Mix]] = {}
+    out: list[list[Pattern]] = []
+    for chunk, some in enumerate(spans):
+        here: list[Pattern] = []
+        for start, stop in some:
+            if number > largest:
+                return []
+            key = (fitting.counts(start, stop), chunk == 0, chunk == last)
+            if key not in mixes:
+                mixes[key] = _worthwhile(column, fitting, policy, chunk, start, stop, loose)
+            here += [Pattern(start, stop, mix) for mix in mixes[key]]
+            number += len(mixes[key]) - 1
+        out.append(here)
+    return [] if number > largest else out
+
+
+def _spans(column: Column, bar: float) -> list[list[tuple[int, int]]] | None:
+    """The layers [start, stop) that every chunk could hold in a step below ``bar``; None where a chunk could hold none."""
     chunks, layers = column.chunks, column.layers
-    room = bar / column.slowing - column.job.execution.step_overhead_seconds
-    most = _most_layers(column, room)
+    most = _most_layers(column, bar / column.slowing - column.job.execution.step_overhead_seconds)
     if sum(most) < layers:
         return None
     least = [max(1, layers - (sum(most) - most[c])) for c in range(chunks)]
     uniform = len(set(column.job.model.pattern)) == 1
-    loose = _loose(column, fitting, most)
-    out: list[list[Pattern]] = []
+    out: list[list[tuple[int, int]]] = []
     for chunk in range(chunks):
-        if uniform:
-            starts = [sum(least[:chunk])]
-        else:
-            low = max(sum(least[:chunk]), layers - sum(most[chunk:]))
-            starts = list(range(low, min(sum(most[:chunk]), layers - sum(least[chunk:])) + 1))
-        here = []
-        for start in starts:
-            for n in range(least[chunk], most[chunk] + 1):
-                stop = start + n
-                if stop > layers or (not uniform and chunk == chunks - 1 and stop != layers):
-                    continue
-                for mix in _worthwhile(column, fitting, policy, chunk, start, stop, loose):
-                    here.append(Pattern(start, stop, mix))
+        low, high = sum(least[:chunk]), sum(least[:chunk])
+        if not uniform:
+            low = max(low, layers - sum(most[chunk:]))
+            high = min(sum(most[:chunk]), layers - sum(least[chunk:]))
+        ends_there = not uniform and chunk == chunks - 1
+        sizes = range(least[chunk], most[chunk] + 1)
+        here = [(s, s + n) for s in range(low, high + 1) for n in sizes if s + n <= layers and (not ends_there or s + n == layers)]
         if not here:
             return None
         out.append(here)

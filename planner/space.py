@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from cost_models.job import Job
@@ -73,6 +73,7 @@ class Shard:
     offload: tuple[str, ...] = ()
 
 
+@lru_cache(maxsize=256)
 def _parts(kind: str, cp: int) -> tuple[int, int]:
     if match := re.fullmatch(r"ring(\d+)xulysses(\d+)", kind):
         return int(match[1]), int(match[2])
@@ -123,7 +124,7 @@ class Space:
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
         self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
-        self._counted: dict[tuple[Prefix, str], int] = {}
+        self._counted: dict[tuple[Any, ...], int] = {}
         self._order_memo: dict[Prefix, list[str]] = {}
         self._batches: dict[tuple[int, int, int], tuple[Batch, ...]] = {}
         self._allowed: dict[tuple[str, Any], bool] = {}
@@ -361,20 +362,30 @@ class Space:
         """The shard choices that complete a core."""
         return [s for s in self.shards(prefix) if self.compatible(prefix, batch, s)]
 
+    @cached_property
+    def excludes_pairs(self) -> bool:
+        """Whether an exclusion names several fields, so that columns must be counted one by one."""
+        return any(len(e) > 1 for e in self.excluded)
+
+    @cached_property
+    def may_offload(self) -> bool:
+        return any(self._offloads())
+
     def count(self, prefix: Prefix, batch: Batch) -> int:
         """How many columns complete a core."""
-        if any(len(e) > 1 for e in self.excluded):
+        if self.excludes_pairs:
             return len(self.columns_of(prefix, batch))
-        at = (prefix, batch.schedule)
-        if at not in self._counted:
-            self._counted[at] = self._count(prefix, batch)
-        return self._counted[at]
+        others = len(self._legal_orders(prefix))
+        return others and others * len(self._dispatchers(prefix)) * len(self._offloads()) * self._split_number(prefix, batch)
 
-    def _count(self, prefix: Prefix, batch: Batch) -> int:
-        pp = prefix.pp > 1
-        splits = self._splits((prefix.tp, prefix.cp, pp, prefix.dp, prefix.ep * prefix.etp), prefix)
-        others = len(self._legal_orders(prefix)) * len(self._dispatchers(prefix)) * len(self._offloads())
-        return others * sum(number for zero, (number, sample) in splits.items() if self._goes(prefix, batch, zero, sample))
+    def _split_number(self, prefix: Prefix, batch: Batch) -> int:
+        """Splits of dp with their ZeRO stage that go with a schedule."""
+        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep * prefix.etp)
+        at = (key, batch.schedule)
+        if at not in self._counted:
+            splits = self._splits(key, prefix)
+            self._counted[at] = sum(n for zero, (n, sample) in splits.items() if self._goes(prefix, batch, zero, sample))
+        return self._counted[at]
 
     def _splits(self, key: tuple[Any, ...], prefix: Prefix) -> dict[int, tuple[int, Shard]]:
         """Splits of dp by ZeRO stage: how many are legal, and one of them. They depend on ``key`` alone."""

@@ -12,6 +12,7 @@ import pytest
 from cost_models.job import Job
 from cost_models.memory import stage_memory
 from cost_models.step import estimate
+from planner.bulk import lower_bytes
 from planner.columns import Column, PathStore, modes_of
 from planner.fitting import Fitting, Policy, policies
 from planner.legality import violations
@@ -201,6 +202,21 @@ def test_bounds_of_rows_are_sound_and_the_space_is_legal(model: str) -> None:
         if batch.schedule not in ("dualpipe", "dualpipe-v"):
             assert search.row_bounds[i] <= cost.step_seconds * (1 + 1e-9)
         assert search.row_bytes[i] <= max(s.needed for s in cost.memory) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("execution", ["axisplan", "megatron"])
+def test_arrays_of_rows_say_what_the_space_and_the_bounds_say_one_by_one(execution: str) -> None:
+    j = job("qwen3-30b-a3b", "a100-sxm:1x8", 8192, 96, execution)
+    search = Search(j, Space(j))
+    rows = search.rows
+    for i in random.Random(0).sample(range(len(rows)), 40):
+        row = rows[i]
+        assert rows.counts[i] == sum(len(search.space.columns_of(row.prefix, b)) for b in row.batches)
+        assert {b.micro_batch for b in row.batches} == {row.micro_batch} == {rows.table[i, 5]}
+    direct = lower_bytes(j, search.space.limits, rows.table, search.modes, offload=False)[0]
+    assert (rows.bytes[0] <= direct * (1 + 1e-12)).all()
+    assert (rows.fit == (direct <= j.limit_bytes)).all()
+    assert not rows.fit.all()
 
 
 def test_no_random_legal_layout_that_fits_is_faster() -> None:

@@ -1,0 +1,173 @@
+"""The rows of the search: a prefix with a micro batch, hundreds of thousands of them as arrays.
+
+A row's batches (schedule, vpp) depend on (cp, pp, dp) and the micro batch alone, its number of columns on the prefix and the schedule, so
+that both are found once for each of those and spread over the rows by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.job import Job
+from cost_models.layout import RecomputeRule
+from planner.bulk import lower_bytes, lower_seconds
+from planner.space import Batch, Prefix, Space
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+KIND = {"ring": 0, "ulysses": 1, "allgather": 3}
+
+
+@dataclass(frozen=True)
+class Row:
+    prefix: Prefix
+    micro_batch: int
+    microbatches: int
+    batches: tuple[Batch, ...]
+
+
+class Rows(Sequence[Row]):
+    """Every row of a space. Rows of a prefix stand together, micro batches rising."""
+
+    def __init__(self, job: Job, space: Space, modes: tuple[RecomputeRule, ...], totals: Ints) -> None:
+        self.job, self.space, self.modes, self.totals = job, space, modes, totals
+        self.prefixes = space.prefixes
+        groups: dict[tuple[int, int, int], int] = {}
+        self.slots: list[tuple[Batch, ...]] = []
+        """The batches of a micro batch, by (group, micro batch)."""
+        first, size = [], []
+        of = np.zeros(len(self.prefixes), np.int64)
+        for i, p in enumerate(self.prefixes):
+            key = (p.cp, p.pp, p.dp)
+            if key not in groups:
+                groups[key] = len(groups)
+                by: dict[int, list[Batch]] = {}
+                for batch in space.batches(p.tp, p.cp, p.pp, p.dp):
+                    by.setdefault(batch.micro_batch, []).append(batch)
+                first.append(len(self.slots))
+                size.append(len(by))
+                self.slots += [tuple(by[micro]) for micro in sorted(by)]
+            of[i] = groups[key]
+        self.size = np.array(size, np.int64)[of] if len(of) else of
+        self.start = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.size)])
+        """The first row of each prefix; at the end, the number of rows."""
+        self.at = np.repeat(np.arange(len(of)), self.size)
+        """Prefix of each row."""
+        place = np.arange(len(self.at)) - self.start[self.at]
+        self.slot = np.array(first, np.int64)[of[self.at]] + place if len(of) else place
+        """Slot of each row."""
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        batches = self.slots[self.slot[index]]
+        return Row(self.prefixes[self.at[index]], batches[0].micro_batch, batches[0].microbatches, batches)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    # -- what arrays say of them ------------------------------------------------------------------------------------
+
+    @cached_property
+    def table(self) -> Ints:
+        """Row x (tp, ring, ulysses, ep, etp, micro batch, cp kind, pp, dp, microbatches)."""
+        prefix = [(p.tp, p.ring, p.ulysses, p.ep, p.etp, KIND.get(p.cp_kind, 2), p.pp, p.dp) for p in self.prefixes]
+        slot = [(s[0].micro_batch, s[0].microbatches) for s in self.slots]
+        a = np.array(prefix, np.int64).reshape(len(prefix), 8)[self.at]
+        b = np.array(slot, np.int64).reshape(len(slot), 2)[self.slot]
+        return np.concatenate([a[:, :5], b[:, :1], a[:, 5:], b[:, 1:]], axis=1)
+
+    @cached_property
+    def counts(self) -> Ints:
+        """Columns of each row."""
+        if self.space.excludes_pairs:
+            return np.array([sum(self.space.count(row.prefix, b) for b in row.batches) for row in self], np.int64)
+        names = sorted({b.schedule for slot in self.slots for b in slot})
+        number = np.array([[sum(b.schedule == n for b in slot) for n in names] for slot in self.slots], np.int64)
+        samples = [{b.schedule: b for b in slot} for slot in self.slots]
+        each = np.zeros((len(self.prefixes), len(names)), np.int64)
+        known: dict[int, dict[str, Batch]] = {}
+        for i, prefix in enumerate(self.prefixes):
+            low = int(self.slot[self.start[i]])
+            if low not in known:
+                known[low] = {name: b for s in samples[low : low + int(self.size[i])] for name, b in s.items()}
+            for name, batch in known[low].items():
+                each[i, names.index(name)] = self.space.count(prefix, batch)
+        counts: Ints = (number[self.slot] * each[self.at]).sum(axis=1) if len(self) else np.zeros(0, np.int64)
+        return counts
+
+    @cached_property
+    def bytes(self) -> tuple[Floats, Floats, Floats]:
+        """(lower bound, estimates without recompute and with all of it) of the bytes of the fullest rank, by row.
+
+        A larger micro batch needs no less: once a row is over the limit, the rest of its prefix keeps its numbers.
+        """
+        offload = self.space.may_offload
+        out = np.zeros((3, len(self)))
+        alive = np.flatnonzero(self.size > 0)
+        place = 0
+        while len(alive):
+            now = self.start[alive] + place
+            out[:, now] = lower_bytes(self.job, self.space.limits, self.table[now], self.modes, offload=offload)
+            place += 1
+            over = out[0, now] > self.job.limit_bytes
+            for prefix in alive[over & (self.size[alive] > place)]:
+                last, stop = self.start[prefix] + place - 1, self.start[prefix + 1]
+                out[:, last + 1 : stop] = out[:, [last]]
+            alive = alive[~over & (self.size[alive] > place)]
+        return out[0], out[1], out[2]
+
+    @cached_property
+    def fit(self) -> npt.NDArray[np.bool_]:
+        """Whether a row may fit."""
+        small: npt.NDArray[np.bool_] = self.bytes[0] <= self.job.limit_bytes
+        return small
+
+    def seconds(self, which: Ints) -> Floats:
+        """Least seconds of the pipeline of the rows ``which``."""
+        table = self.table[which]
+        code = np.zeros(len(table), np.int64)
+        for i in range(7):
+            values, inverse = np.unique(table[:, i], return_inverse=True)
+            code = code * len(values) + inverse
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        bulk = lower_seconds(self.job, table[first, :7])
+        least: Floats = table[:, 9] * bulk.total(self.totals)[inverse] / table[:, 7]
+        return least
+
+    def idle(self) -> Floats:
+        """About the idle share of each row's best schedule."""
+        layers = self.job.model.num_layers
+        pp = np.ones(len(self.slots), np.int64)
+        pp[self.slot] = self.table[:, 7]
+        share: Floats = np.array([min(idle(b, int(n), layers) for b in slot) for slot, n in zip(self.slots, pp, strict=True)])
+        out: Floats = share[self.slot]
+        return out
+
+
+def idle(batch: Batch, pp: int, layers: int) -> float:
+    """About the idle share of a schedule, layers that do not divide over its chunks counted, to try likely ones first."""
+    ideal = (pp - 1) / batch.microbatches
+    bubble = {
+        "interleaved": ideal / batch.vpp,
+        "zb-h1": ideal / 3,
+        "zb-v": ideal / 5,
+        "dualpipe-v": ideal / 4,
+        "dualpipe": ideal / 4,
+    }.get(batch.schedule, ideal)
+    chunks = pp * batch.vpp
+    rounded = -(-layers // chunks) * chunks / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
+    return (1 + bubble) * rounded - 1
