@@ -58,6 +58,9 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         code = fail(f"{error.filename or 'a file'}: {error.strerror or one_line(error)}", 1)
+    except ModuleNotFoundError as error:
+        package = (error.name or "a module").partition(".")[0]
+        code = fail(f"this command needs the Python package {package}, which is not installed here: pip install {package}", 1)
     except MemoryError:
         code = fail("this machine ran out of memory", 1)
     except RecursionError:

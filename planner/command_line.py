@@ -68,7 +68,7 @@ class Examples(click.Command):
         if self.example:
             with formatter.section("Example"):
                 for line in self.example.strip().splitlines():
-                    formatter.write_text(line)
+                    formatter.write(f"  {line}\n")  # as it is: a wrapped line could not be pasted
 
 
 class Commands(click.Group):

@@ -54,6 +54,8 @@ class Run:
     name: str
     plan: Plan
     folder: Path
+    number: int
+    """Of its chapter in the story."""
     records: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -80,9 +82,9 @@ def run_demo(settings: DemoSettings, out: Console) -> None:
     text = training_text(settings)
     cluster = profiled(settings, out)
     plan = planned(settings, model, cluster, out)
-    runs = [Run("plan", plan, settings.out / "launch")]
+    runs = [Run("plan", plan, settings.out / "launch", 3)]
     if slower := next((r for r in plan.runners_up if r.slower >= settings.slower_by), None):
-        runs.append(Run("runner-up", instead(plan, slower), settings.out / "launch-runner-up"))
+        runs.append(Run("runner-up", instead(plan, slower), settings.out / "launch-runner-up", 4))
     for run in runs:
         emitted(run, settings, text, out)
         trained(run, settings, out)
@@ -164,7 +166,11 @@ def emitted(run: Run, settings: DemoSettings, text: tuple[Path, ...], out: Conso
     """The launch folder of a plan."""
     from planner.emit.core import EmitSettings, emit
 
-    out.rule(f"3. emit and run: the {run.name}", align="left")
+    out.rule(f"{run.number}. emit and run: the {run.name}", align="left")
+    if run.number > 3:
+        out.print(
+            f"the first layout predicted at least {100 * settings.slower_by:.0f} % slower: is the order predicted the order measured?"
+        )
     folder = run.folder.resolve()
     data = tuple(os.path.relpath(path, folder) for path in text)
     emit(run.plan, "axisplan", "torchrun", folder, EmitSettings(steps=settings.steps, learning_rate=1e-3, data=data))
@@ -198,7 +204,7 @@ def trained(run: Run, settings: DemoSettings, out: Console) -> None:
 
 def compared(runs: list[Run], out: Console) -> None:
     """Predicted against measured, side by side, and whether the order predicted is the order measured."""
-    out.rule("4. predicted against measured", align="left")
+    out.rule("5. predicted against measured", align="left")
     rows = []
     for run in runs:
         predicted = run.plan.step_seconds

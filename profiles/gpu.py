@@ -193,6 +193,9 @@ class GpuProfile:
         for name in positive:
             if getattr(facts, name).value <= 0:
                 raise ValueError(f"facts.{name} must be positive")
+        for name, constant in vars(facts).items():
+            if isinstance(constant, Constant) and constant.value < 0:
+                raise ValueError(f"facts.{name} is {constant.value:g}: it must not be negative")
 
     @property
     def sms(self) -> float:

@@ -213,7 +213,7 @@ def worker(arguments: tuple[str, ...]) -> None:
         raise click.exceptions.Exit(check_cluster(arguments[1:]))
     from planner.runtime.worker import main as work
 
-    raise click.exceptions.Exit(work(list(arguments)))
+    work(list(arguments))
 
 
 worker.ignore_unknown_options = True

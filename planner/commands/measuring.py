@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from planner.command_line import CONTEXT, Commands, Examples, Tokens, as_json, cli, command, options, show_json
+from profiles.errors import InputError
 
 
 @cli.group("profile", cls=Commands, context_settings=CONTEXT)
@@ -45,6 +46,8 @@ def profile_gpu(
     with screen.progress(terminal, "measuring") as show:
         measured = profile_machine(processes, budget_seconds=seconds, device=device, dtypes=dtypes or None, progress=show)
     screen.show_measurement(terminal, measured)
+    if measured.interrupted and measured.cluster is None:
+        raise KeyboardInterrupt
     if out:
         measured.save(out)
         terminal.print(f"written to {out}; plan with --cluster {out}")
@@ -166,7 +169,10 @@ def regress(runs: Path, baseline: Path | None, out: Path | None, picture: Path |
         write_text(out, found.predictions_csv())
     if picture:
         accuracy_report.picture(found, picture)
-    changes = accuracy.compare(document, read_json(baseline, "--baseline")) if baseline else []
+    before = read_json(baseline, "--baseline") if baseline else {}
+    if baseline and (not isinstance(before, dict) or "step_time" not in before):
+        raise InputError("--baseline", baseline, "is not what regress --json printed: it has no step_time")
+    changes = accuracy.compare(document, before) if baseline else []
     if as_json:
         show_json(document)
     else:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from planner.runtime.worker import REFUSED
 from profiles.errors import AxisplanError, InputError
 
 PATIENCE = 8.0
@@ -77,11 +78,18 @@ def supervise(
             raise_failure(output, code, log)
 
 
+class Refused(AxisplanError):
+    """The workers refused their input: exit code 2, as if it had been refused here."""
+
+    exit_code = 2
+
+
 def raise_failure(output: IO[str], code: int, log: Path | None) -> None:
-    """Raise what a failed run's output says: InputError's exit code where the workers refused their input."""
+    """Raise what a failed run's output says: with InputError's exit code where the workers refused their input."""
     output.seek(0)
-    error = AxisplanError(f"{why(output.read(), code)}{_where(log)}")
-    raise error
+    text = output.read()
+    kind = Refused if REFUSED in text else AxisplanError
+    raise kind(f"{why(text, code)}{_where(log)}")
 
 
 def why(text: str, code: int) -> str:
@@ -90,9 +98,10 @@ def why(text: str, code: int) -> str:
     ours = [line.removeprefix("axisplan: ") for line in lines if line.startswith("axisplan: ")]
     if ours:
         return ours[0]
-    died = re.search(r"rank\s*:\s*(\d+)[^\n]*\n[^\n]*exitcode\s*:\s*-(\d+)", text)
-    if died:
-        return f"rank {died[1]} was killed by {signal.Signals(int(died[2])).name}"
+    died = re.findall(r"rank\s*:\s*(\d+)[^\n]*\n[^\n]*exitcode\s*:\s*-(\d+)", text)
+    if died:  # torchrun ends the other ranks with SIGTERM: the cause is the rank that died of something else
+        rank, number = next((d for d in died if int(d[1]) != signal.SIGTERM), died[0])
+        return f"rank {rank} was killed by {signal.Signals(int(number)).name}"
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return "the rendezvous port is in use; give another one or none"
     said = [line for line in lines if re.search(r"(Error|Exception)\b.*:", line)]

@@ -15,27 +15,31 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from profiles.errors import AxisplanError, InputError, one_line
 
 PR_SET_PDEATHSIG = 1
+REFUSED = "axisplan-exit-code: 2"
+"""Printed after a fault of the input: torchrun hides the code of a worker."""
 PATIENCE = 20.0
 """Seconds that the other ranks leave rank 0 to report a fault of the input."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the worker; returns its exit code."""
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the worker and end the process with its exit code."""
     _die_with_parent()
     arguments = _parser().parse_args(argv)
     try:
-        return _train(arguments)
+        code = _train(arguments)
     except BaseException as error:
         _explain(error)
         code = error.exit_code if isinstance(error, AxisplanError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # a peer may wait in a collective for ever: destructors of process groups would wait with it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Destructors at interpreter exit are not safe here: after an error a peer may wait in a collective for ever, and they would wait
+    # with it; after success a thread of the process group that still runs ends the process with SIGABRT now and then.
+    os._exit(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,7 +134,7 @@ def _explain(error: BaseException) -> None:
     if isinstance(error, InputError):
         if rank:  # every rank reads the same input and finds the same fault: rank 0 says so, and torchrun then ends the others
             time.sleep(PATIENCE)
-        print(f"axisplan: {text}", file=sys.stderr)
+        print(f"axisplan: {text}\n{REFUSED}", file=sys.stderr)
     elif isinstance(error, AxisplanError):
         print(f"axisplan: {text}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt | SystemExit):
@@ -151,4 +155,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
