@@ -239,7 +239,9 @@ def test_stages_of_a_mixed_cluster_are_priced_on_their_own_gpus() -> None:
     spec = Job(load_model("llama-3.1-8b"), mixed, load_execution("megatron"), 8192, 64)
     layout = Layout.parse("pp=2,dp=8", 16)
     stages = estimate(spec, layout).stage_seconds
-    whole = [estimate(replace(spec, cluster=load_cluster(f"{name}:2x8")), layout).stage_seconds for name in ("h100-sxm", "a100-sxm")]
+    whole = [
+        estimate(replace(spec, cluster=load_cluster(f"{name}:2x8")), layout).stage_seconds for name in ("h100-sxm", "a100-sxm")
+    ]
     assert stages[0] == pytest.approx(whole[0][0], rel=0.02)
     assert stages[1] == pytest.approx(whole[1][1], rel=0.02)
     assert math.fsum(estimate(spec, layout).seconds.values()) == pytest.approx(estimate(spec, layout).step_seconds)
