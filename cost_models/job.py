@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 from cost_models.execution import Execution
+from profiles.errors import InputError
 from profiles.hardware import ClusterSpec
 from profiles.model import ModelSpec
 
 GIB = 2**30
+ADAPTED = ("attention", "mlp", "experts", "shared", "state_space", "mtp")
+"""Parts of a model whose linear layers LoRA adapters may stand beside."""
+PARTS = (*ADAPTED, "embedding", "head", "router", "norm")
+"""Parts of a model that may be frozen: ``states.Weight.part``."""
+MAX_RANK = 65536
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,39 @@ class Job:
     documents: tuple[tuple[int, int], ...] = ()
     """(length, count) of the documents that sequences are packed from (``cost_models.packing``); () = one document a sequence."""
     lora_rank: int = 0
-    """Rank of LoRA adapters beside every linear layer, the weights themselves frozen; 0 = the weights are trained."""
+    """Rank of LoRA adapters beside linear layers (arXiv:2106.09685), all other weights frozen; 0 = the weights are trained."""
+    lora_targets: tuple[str, ...] = ()
+    """Parts (``ADAPTED``) whose linear layers carry adapters; () = all of them."""
+    lora_alpha: float = 0.0
+    """The adapters' output is scaled by ``lora_alpha / lora_rank``; 0 = by one. Costs nothing."""
     frozen: tuple[str, ...] = ()
-    """Parts of the model that are not trained (``embedding``, ``head``, ``attention``, ``mlp``, ``experts``, ``shared``,
-    ``router``, ``norm``, ``state_space``, ``mtp``)."""
+    """Parts of the model (``PARTS``) that are not trained."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a part that no model has, and for adapters' settings without a rank."""
+        for field, given, known in (("frozen", self.frozen, PARTS), ("lora_targets", self.lora_targets, ADAPTED)):
+            for part in given:
+                if part not in known:
+                    close = difflib.get_close_matches(part, known, 1)
+                    raise InputError(field, part, f"is one of {', '.join(known)}", close[0] if close else known[0])
+        if not 0 <= self.lora_rank <= MAX_RANK:
+            raise InputError("lora_rank", self.lora_rank, f"is a rank from 0 to {MAX_RANK}", 16)
+        if not 0 <= self.lora_alpha < 1e9:
+            raise InputError("lora_alpha", self.lora_alpha, "is a scale of at least 0", 2 * self.lora_rank)
+        if not self.lora_rank and (self.lora_targets or self.lora_alpha):
+            raise InputError("lora_rank", self.lora_rank, "adapters need a rank above 0", 16)
+        if self.lora_rank and self.frozen:
+            raise InputError(
+                "frozen", ",".join(self.frozen), "goes without LoRA, which freezes every weight but its adapters", None
+            )
+
+    def trains(self, part: str) -> bool:
+        """Whether the weights of a part (their adapters apart) are trained."""
+        return not self.lora_rank and part not in self.frozen
+
+    def adapts(self, part: str) -> bool:
+        """Whether the linear layers of a part carry adapters."""
+        return self.lora_rank > 0 and part in (self.lora_targets or ADAPTED)
 
     @cached_property
     def _hash(self) -> int:

@@ -57,6 +57,17 @@ class Several(Tokens):
         return tuple(read(part, param, ctx) for part in str(value).split(",") if part.strip())
 
 
+class Words(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Names with commas between."""
+
+    name = "NAME,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(part.strip() for part in str(value).split(",") if part.strip())
+
+
 class Examples(click.Command):
     """A command whose help ends with an example that can be pasted."""
 
@@ -99,10 +110,18 @@ training_options = options(
     click.option("--execution", default="axisplan", show_default=True, help=f"What will run it: {', '.join(EXECUTIONS)}."),
     click.option("--set", "facts", multiple=True, metavar="execution.KEY=VALUE", help="Set one fact of the execution."),
     click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, muon or sgd."),
+    click.option("--lora", "lora_rank", type=Tokens(), metavar="RANK", help="Train LoRA adapters of this rank, all else frozen."),
+    click.option("--lora-targets", type=Words(), metavar="PART,...",
+                 help="Parts with adapters (default all): attention, mlp, experts, shared, state_space, mtp."),
+    click.option("--lora-alpha", type=float, help="Adapters are scaled by this over their rank (default: by one)."),
+    click.option("--freeze", "frozen", type=Words(), metavar="PART,...",
+                 help="Parts that are not trained: the above, embedding, head, router, norm."),
+    click.option("--documents", metavar="LENGTHxCOUNT,...",
+                 help="Lengths of the documents that sequences are packed from: 512x1000,4096x20."),
     click.option("--moe-imbalance", type=float, help="Max / mean tokens of an expert-parallel rank."),
     click.option("--memory-limit", type=float, metavar="GIB", help="Usable device memory, instead of the GPU's."),
     click.option("--margin", type=float, default=0.08, show_default=True, help="Share of usable memory kept free."),
-)
+)  # fmt: skip
 
 job_options = options(
     click.argument("model"),
@@ -157,10 +176,16 @@ def make_job(
     moe_imbalance: float | None,
     memory_limit: float | None,
     margin: float,
+    lora_rank: int | None = None,
+    lora_targets: tuple[str, ...] | None = None,
+    lora_alpha: float | None = None,
+    frozen: tuple[str, ...] | None = None,
+    documents: str | None = None,
 ) -> Job:
     """The Job that the shared options describe."""
     from cost_models.execution import load_execution
     from cost_models.job import GIB, Job
+    from cost_models.packing import documents_of
     from profiles.hardware import load_cluster
     from profiles.huggingface import load_model
 
@@ -186,6 +211,11 @@ def make_job(
         moe_imbalance=moe_imbalance,
         margin=margin,
         memory_limit_bytes=memory_limit * GIB if memory_limit is not None else None,
+        lora_rank=lora_rank or 0,
+        lora_targets=lora_targets or (),
+        lora_alpha=lora_alpha or 0.0,
+        frozen=frozen or (),
+        documents=documents_of(documents) if documents else (),
     )
 
 

@@ -95,7 +95,11 @@ class JobRecord(Record):
     margin: float
     memory_limit_bytes: float | None
     lora_rank: int = 0
+    lora_targets: list[str] = Field(default_factory=list)
+    lora_alpha: float = 0.0
     frozen: list[str] = Field(default_factory=list)
+    documents: list[list[int]] = Field(default_factory=list)
+    """[length, count] of the documents that sequences are packed from."""
 
 
 class Plan(Record):
@@ -284,7 +288,8 @@ def job_record(job: Job) -> JobRecord:
     return JobRecord(
         seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision, optimizer=job.optimizer,
         moe_imbalance=job.moe_imbalance, margin=job.margin, memory_limit_bytes=job.memory_limit_bytes,
-        lora_rank=job.lora_rank, frozen=list(job.frozen),
+        lora_rank=job.lora_rank, lora_targets=list(job.lora_targets), lora_alpha=job.lora_alpha, frozen=list(job.frozen),
+        documents=[list(d) for d in job.documents],
     )  # fmt: skip
 
 
