@@ -17,7 +17,7 @@ Temporaries inside an operation are its own business: bounded by blocks of rows,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _operation(schema: str, real: Callable, fake: Callable) -> None:
+def _operation(schema: str, real: Callable, fake: Callable, cuda: Callable | None = None) -> None:
+    """Define an operation; ``cuda`` where another kernel computes the same there."""
     name = schema.split("(")[0]
     _library.define(schema)
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, real, key)
+    _library.impl(name, real, "CPU")
+    _library.impl(name, cuda or real, "CUDA")
     _library.impl(name, fake, "Meta")
 
 
@@ -71,11 +72,22 @@ def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) ->
     return ((wide - scaled * mean) * rstd.unsqueeze(-1)).to(x.dtype), weight_grad
 
 
-_operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _rms_norm, _rms_norm_fake)
+def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
+    return out, rstd.view(x.shape[:-1])
+
+
+def _rms_norm_backward_fused(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    grads = torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd.unsqueeze(-1), weight, [True, True])
+    return grads[0], grads[1]
+
+
+_operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _rms_norm, _rms_norm_fake, cuda=_rms_norm_fused)
 _operation(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
     _rms_norm_backward,
     lambda grad, x, weight, rstd: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    cuda=_rms_norm_backward_fused,
 )
 
 # -- activations --------------------------------------------------------------------------------------------------------
@@ -111,8 +123,14 @@ _operation(
 
 # -- cross entropy over a part of the vocabulary -------------------------------------------------------------------------
 
-ROWS = 4096
-"""Tokens whose logits are widened at a time."""
+WIDENED_BYTES = 128 << 20
+"""Of the logits that are widened at a time: rows of a vocabulary of 128k enough to fill a GPU, few beside the logits."""
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    """Rows of ``logits`` that are widened together."""
+    rows = max(1, WIDENED_BYTES // (logits.shape[1] * accumulate_dtype(logits.dtype).itemsize))
+    return (slice(low, low + rows) for low in range(0, logits.shape[0], rows))
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -121,8 +139,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, start: int) -> tuple[Tensor,
     picked = torch.zeros_like(lse)
     if logits.shape[1] == 0:
         return lse.fill_(float("-inf")), picked
-    for low in range(0, logits.shape[0], ROWS):
-        rows = slice(low, low + ROWS)
+    for rows in _pieces(logits):
         wide = logits[rows].to(dtype)
         lse[rows] = wide.logsumexp(-1)
         local, inside = _local_targets(targets[rows], start, logits.shape[1])
@@ -139,8 +156,7 @@ def _cross_entropy_backward(logits: Tensor, targets: Tensor, lse: Tensor, scale:
     out = torch.empty_like(logits)
     if logits.shape[1] == 0:
         return out
-    for low in range(0, logits.shape[0], ROWS):
-        rows = slice(low, low + ROWS)
+    for rows in _pieces(logits):
         probability = (logits[rows].to(lse.dtype) - lse[rows].unsqueeze(1)).exp_()
         local, inside = _local_targets(targets[rows], start, logits.shape[1])
         probability.scatter_add_(1, local.unsqueeze(1), -inside.to(lse.dtype).unsqueeze(1))
