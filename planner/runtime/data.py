@@ -79,6 +79,16 @@ class TokenFile:
         return Batch(ids, labels.masked_fill(ids == self.end, -100), ends.cumsum(1) - ends)
 
 
+def shifted(batch: Batch, places: int) -> tuple[Tensor, Tensor]:
+    """(ids, labels) ``places`` tokens on, as a multi-token-prediction module takes them. Where the sequence, or the document, has
+    ended there is no label; ids beyond the sequence are 0."""
+    ids, labels = torch.zeros_like(batch.ids), torch.full_like(batch.labels, -100)
+    ids[:, :-places], labels[:, :-places] = batch.ids[:, places:], batch.labels[:, places:]
+    if batch.documents is not None:
+        labels[:, :-places].masked_fill_(batch.documents[:, places:] != batch.documents[:, :-places], -100)
+    return ids, labels
+
+
 def prepare(files: Sequence[Path], out: Path, tokenizer: str = "bytes") -> dict[str, Any]:
     """Tokenise text files into ``out/tokens.bin`` and ``tokens.json``; returns what the latter holds.
 

@@ -36,7 +36,7 @@ class Mesh:
     """Every axis of ``layout`` for this rank.
 
     Attributes: tp, cp, ring, ulysses, pp, dp_shard, dp_replicate; the products dp_cp (one gradient sum), dp_shard_cp (ZeRO);
-    etp, ep, edp_shard, edp_replicate, edp for experts; ``ends`` joins first and last pipeline rank (tied embeddings); ``kv(f)``
+    etp, ep, edp_shard, edp_replicate, edp for experts; ``ends`` joins first and last pipeline rank (an embedding that both hold); ``kv(f)``
     joins the f neighbours on tp that hold the same key/value head.
     """
 
@@ -72,7 +72,7 @@ class Mesh:
             self._kv[factor] = self._add(f"kv{factor}", DeviceMesh(device.type, tp_last, mesh_dim_names=("a", "b", "c"))["c"])
         first, last = layout.rank_of_chunk(0), layout.rank_of_chunk(layout.chunks - 1)
         self.ends = Axis("ends")
-        if model.tied and first != last:
+        if (model.tied or model.mtp) and first != last:
             pairs = by_stage[[first, last]].T.contiguous()
             both = DeviceMesh(device.type, pairs, mesh_dim_names=("a", "ends"))
             if both.get_coordinate() is not None:

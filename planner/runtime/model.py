@@ -6,13 +6,14 @@ Parameters have names that do not depend on the layout: layers are numbered thro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cost_models.layout import Layout
+from cost_models.layout import SPLIT_BACKWARD, Layout, RecomputeRule
 from planner.runtime.attention import SelfAttention, Tokens, attend
 from planner.runtime.context import ContextAttention
 from planner.runtime.latent import LatentSelfAttention
@@ -30,7 +31,7 @@ from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Mo
 
 @dataclass(frozen=True)
 class Part:
-    """What a chunk holds: layers ``first .. last - 1`` of the model, the embedding, the head."""
+    """What a chunk holds: layers ``first .. last - 1`` of the model, the embedding, the head (with the prediction modules)."""
 
     layers: range
     embedding: bool
@@ -70,39 +71,68 @@ class Decoder(nn.Module):
         model, tp = build.model, build.tp
         _check(model, build.layout)
         self.part, self.tp, self.model, self.layout = part, tp, model, build.layout
-        ends = {"copies": 2, "partial": ("ends",)} if build.mesh.ends.size > 1 and model.tied else {}
-        if part.embedding:
+        self.splits = build.layout.pp > 1 and build.layout.schedule in SPLIT_BACKWARD
+        self._again: list[tuple[Tensor, Tensor]] = []
+        ends = {"copies": 2, "partial": ("ends",)} if build.mesh.ends.size > 1 else {}
+        if part.embedding or (part.head and shares_embedding(model)):
             self.embed_tokens = Embedding(model.vocab, model.hidden, tp, build.dtype, build.device, **ends)
+        if part.embedding:
             if model.learned_positions:
                 rows = tp.replicated(model.learned_positions, model.hidden)
                 self.embed_positions = parameter(rows, build.dtype, build.device)
             if model.embedding_norm:
                 self.embed_norm = build.norm()
         self.layers = nn.ModuleDict({str(i): DecoderLayer(build, model.layer(i), i) for i in part.layers})
+        self.later = range(model.num_layers, model.num_layers + model.mtp) if part.head else range(0)
+        self.layers.update({str(i): PredictionLayer(build, i) for i in self.later})
         if part.head:
             if model.final_norm:
                 self.norm = build.norm()
             if not model.tied:
                 self.lm_head = _head(build)
-            elif not part.embedding:
-                self.embed_tokens = Embedding(model.vocab, model.hidden, tp, build.dtype, build.device, **ends)
         self.blocks: dict[str, Block] = blocks_of(self)
 
-    def forward(self, x: Tensor, tokens: Tokens, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens, labels: Tensor | None = None, later: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
         """``x``: ids [batch, sequence] in the first chunk, else activations. With a head and ``labels`` [batch, sequence]: the
         loss of each token, [sequence * batch]; with a head alone: this rank's part of the logits, [sequence, batch, vocabulary].
+        With ``later``, the (ids, labels) that each multi-token-prediction module is given: losses [1 + modules, sequence * batch].
         """
         if self.part.embedding:
             x = self._embed(x, tokens)
-        for layer in self.layers.values():
-            x = layer(x, tokens)
+        for index in self.part.layers:
+            x = self.layers[str(index)](x, tokens)
         if not self.part.head:
             return x
         if self.model.final_norm:
             x = self.norm(x)
+        logits = self._logits(x)
+        if labels is None:
+            return logits
+        losses = [token_losses(logits, labels, self.tp.axis, self.vocab_start)]
+        for index, (ids, targets) in zip(self.later, later, strict=False):
+            x, normed = self.layers[str(index)](x, self.embed_tokens(ids, self._embedding_again()), tokens)
+            losses.append(token_losses(self._logits(normed, again=True), targets, self.tp.axis, self.vocab_start))
+        return torch.stack(losses) if later else losses[0]
+
+    def _logits(self, x: Tensor, again: bool = False) -> Tensor:
         x = self.tp.enter(x)
-        logits = torch.nn.functional.linear(x, self.embed_tokens.weight) if self.model.tied else self.lm_head(x)
-        return logits if labels is None else token_losses(logits, labels, self.tp.axis, self.vocab_start)
+        if not self.model.tied:
+            return self.lm_head(x)  # type: ignore[no-any-return]
+        return torch.nn.functional.linear(x, self._embedding_again() if again else self.embed_tokens.weight)
+
+    def _embedding_again(self) -> Tensor:
+        """The embedding's weight for one more use. Where the backward is split, a leaf of its own: uses that depend on each other
+        cannot be told apart in the graph that is cut (``take_again``)."""
+        weight = self.embed_tokens.weight
+        if not self.splits or not torch.is_grad_enabled():
+            return weight
+        self._again.append((weight, weight.detach().requires_grad_(weight.requires_grad)))
+        return self._again[-1][1]
+
+    def take_again(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, leaf that stands for it) of the last forward: the leaf's gradient belongs to the parameter."""
+        taken, self._again = self._again, []
+        return taken
 
     @property
     def vocab_start(self) -> int:
@@ -135,10 +165,10 @@ def _head(build: Build) -> Linear:
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward around the residual stream."""
 
-    def __init__(self, build: Build, spec: Layer, index: int) -> None:
+    def __init__(self, build: Build, spec: Layer, index: int, rule: RecomputeRule | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.recompute = Recomputed(build.layout.recompute_rules.of(index))
+        self.recompute = Recomputed(rule or build.layout.recompute_rules.of(index))
         common = (build.tp, self.recompute, build.dtype, build.device)
         self.self_attn: nn.Module | None = None
         if isinstance(spec.mixer, Attention):
@@ -192,6 +222,33 @@ class DecoderLayer(nn.Module):
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return self.recompute("layernorm", getattr(self, name), x)
+
+
+class PredictionLayer(DecoderLayer):
+    """A multi-token-prediction module (DeepSeek-V3, arXiv:2412.19437 section 2.2), named as the hub's checkpoints name it: layer
+    ``num_layers + k``, of the last layer's kind. Module k sees at position i the token i + k + 1 and predicts the one after it.
+
+    The first module is given the model's final normalised hidden state, the next ones their predecessor's before its norm.
+    """
+
+    def __init__(self, build: Build, index: int) -> None:
+        model, last = build.model, build.model.num_layers - 1
+        super().__init__(build, model.layer(last), index, build.layout.recompute_rules.of(last))
+        self.enorm, self.hnorm = build.norm(), build.norm()
+        self.eh_proj = Linear(build.tp.replicated(model.hidden, 2 * model.hidden), None, build.dtype, build.device)
+        self.shared_head = nn.ModuleDict({"norm": build.norm()})
+
+    def forward(self, x: Tensor, embedded: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Hidden states and the embeddings of later tokens, both [s (/tp under SP), b, hidden] -> hidden states, and what the
+        head is given."""
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), -1))
+        x = super().forward(x, tokens)
+        return x, self.shared_head["norm"](x)
+
+
+def shares_embedding(model: ModelSpec) -> bool:
+    """Whether the last chunk needs the token embedding too: as its head, or for its prediction modules."""
+    return model.tied or model.mtp > 0
 
 
 def _core(build: Build, recompute: Recomputed) -> Any:

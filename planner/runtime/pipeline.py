@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -80,11 +80,13 @@ def lower(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[tuple[St
 
 @dataclass
 class MicroBatch:
-    """One microbatch of this rank's tokens, the same on every stage: ids and labels [micro batch, tokens]."""
+    """One microbatch of this rank's tokens, the same on every stage: ids and labels [micro batch, tokens]; ``later``: those of
+    each multi-token-prediction module."""
 
     ids: Tensor
     labels: Tensor
     tokens: Tokens
+    later: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 LossFunction = Callable[[Tensor], Tensor]
@@ -103,6 +105,8 @@ class Chunk:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, tuple] = field(default_factory=dict)
     """Microbatch -> what its W still needs."""
+    again: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    """Microbatch -> leaves that stand for parameters (``Decoder.take_again``)."""
 
 
 class Pipeline:
@@ -189,9 +193,10 @@ class Pipeline:
 
     def _forward(self, chunk: Chunk, m: int, batch: MicroBatch, loss: LossFunction) -> Tensor | float:
         x = batch.ids if chunk.first else self._take("F", m, chunk.index - 1).requires_grad_()
-        out = chunk.module(x, batch.tokens, batch.labels if chunk.last else None)
+        out = chunk.module(x, batch.tokens, batch.labels, batch.later) if chunk.last else chunk.module(x, batch.tokens)
         chunk.inputs[m] = x
         if chunk.last:
+            chunk.again[m] = chunk.module.take_again()  # type: ignore[operator]
             chunk.outputs[m] = loss(out)
             return chunk.outputs[m].detach()
         chunk.outputs[m] = out
@@ -204,6 +209,7 @@ class Pipeline:
     def _backward(self, chunk: Chunk, m: int) -> None:
         x, out = chunk.inputs.pop(m), chunk.outputs.pop(m)
         torch.autograd.backward(out, self._gradient(chunk, m))
+        self._join(chunk, m)
         self._give(chunk, m, x)
 
     def _give(self, chunk: Chunk, m: int, x: Tensor) -> None:
@@ -217,7 +223,7 @@ class Pipeline:
         if chunk.first:
             chunk.pending[m] = (out, grad)
             return
-        _, groups = stage_backward_input([out], None if grad is None else [grad], [x], iter(chunk.module.parameters()))
+        _, groups = stage_backward_input([out], None if grad is None else [grad], [x], self._weights(chunk, m))
         chunk.pending[m] = (groups,)
         self._give(chunk, m, x)
 
@@ -226,4 +232,16 @@ class Pipeline:
         if chunk.first:
             torch.autograd.backward(*kept)
         else:
-            stage_backward_weight(iter(chunk.module.parameters()), kept[0])
+            stage_backward_weight(self._weights(chunk, m), kept[0])
+        self._join(chunk, m)
+
+    def _join(self, chunk: Chunk, m: int) -> None:
+        """Gradients of leaves to the parameters that they stand for."""
+        for parameter, leaf in chunk.again.pop(m, ()):
+            if leaf.grad is not None:
+                parameter.grad = leaf.grad if parameter.grad is None else parameter.grad.add_(leaf.grad)
+
+    def _weights(self, chunk: Chunk, m: int) -> Iterator[nn.Parameter]:
+        yield from chunk.module.parameters()
+        for _, leaf in chunk.again.get(m, ()):
+            yield leaf  # type: ignore[misc]

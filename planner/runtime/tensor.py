@@ -147,13 +147,13 @@ class Embedding(nn.Module):
         self.start, self.count = part(vocab, tp.size, tp.rank)
         self.weight = parameter(sliced((vocab, hidden), 0, tp.size, tp.rank, **facts), dtype, device)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        ids = tokens.t()
+    def forward(self, tokens: Tensor, weight: Tensor | None = None) -> Tensor:
+        ids, weight = tokens.t(), self.weight if weight is None else weight
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return F.embedding(ids, weight)
         inside = (ids >= self.start) & (ids < self.start + self.count)
         if self.count == 0:
-            local = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight.sum()
+            local = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
         else:
-            local = F.embedding((ids - self.start).clamp(0, self.count - 1), self.weight) * inside.unsqueeze(-1)
+            local = F.embedding((ids - self.start).clamp(0, self.count - 1), weight) * inside.unsqueeze(-1)
         return self.tp.leave(local)

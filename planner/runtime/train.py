@@ -26,12 +26,12 @@ from planner.runtime.attention import Tokens
 from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.collectives import all_gather, all_reduce, all_reduce_world
 from planner.runtime.context import spans, take
-from planner.runtime.data import Batch, Source, TokenFile, indices_of
+from planner.runtime.data import Batch, Source, TokenFile, indices_of, shifted
 from planner.runtime.data_parallel import Shards, make_buckets
 from planner.runtime.loss import IGNORED
 from planner.runtime.mesh import Mesh
 from planner.runtime.metrics import Memory
-from planner.runtime.model import Build, Decoder, parts
+from planner.runtime.model import Build, Decoder, parts, shares_embedding
 from planner.runtime.moe import Balance
 from planner.runtime.optimizer import Schedule, ShardedAdamW
 from planner.runtime.pipeline import Chunk, MicroBatch, Pipeline
@@ -64,6 +64,8 @@ class TrainSettings(BaseModel):
     balance: Literal["sequence", "switch", "none"] = "sequence"
     """Form of the routers' auxiliary loss (``moe``)."""
     balance_coefficient: float = Field(1e-3, ge=0)
+    mtp_weight: float = Field(0.3, ge=0)
+    """What the mean loss of the multi-token-prediction modules counts (DeepSeek-V3 section 4.2: 0.3, later 0.1)."""
     bias_rate: float = Field(1e-3, ge=0)
     """How far a selection bias moves in a step (DeepSeek-V3)."""
     seed: int = 0
@@ -131,12 +133,12 @@ class Trainer:
         )
 
     def _tie(self) -> None:
-        """First and last chunk on one rank share the embedding of a tied model."""
+        """First and last chunk on one rank share an embedding that both use."""
         last = self.layout.chunks - 1
-        if self.model.tied and last > 0 and 0 in self.decoders and last in self.decoders:
+        if shares_embedding(self.model) and last > 0 and 0 in self.decoders and last in self.decoders:
             if self.sharded:
                 raise InputError(
-                    "zero", 3, "a tied embedding whose two ends share a rank (V-shaped schedules) is not sharded by FSDP2", 2
+                    "zero", 3, "an embedding whose two ends share a rank (V-shaped schedules) is not sharded by FSDP2", 2
                 )
             self.decoders[last].embed_tokens = self.decoders[0].embed_tokens
 
@@ -163,12 +165,13 @@ class Trainer:
         """This rank's microbatches of its data-parallel share of a step."""
         ids, labels = take(batch.ids, self.held).to(self.device), take(batch.labels, self.held).to(self.device)
         documents = None if batch.documents is None else take(batch.documents, self.held).to(self.device)
-        size = self.layout.micro_batch
+        later = [tuple(take(x, self.held).to(self.device) for x in shifted(batch, n + 1)) for n in range(self.model.mtp)]
+        rows = [slice(i, i + self.layout.micro_batch) for i in range(0, len(ids), self.layout.micro_batch)]
         return [
             MicroBatch(
-                ids[i : i + size], labels[i : i + size], Tokens(self.held, None if documents is None else documents[i : i + size])
+                ids[r], labels[r], Tokens(self.held, None if documents is None else documents[r]), tuple((a[r], b[r]) for a, b in later)
             )
-            for i in range(0, len(ids), size)
+            for r in rows
         ]
 
     def gradients(self, batch: Batch) -> Tensor:
@@ -178,12 +181,21 @@ class Trainer:
         valid = torch.tensor(float(sum(int((b.labels != IGNORED).sum()) for b in batches)), dtype=torch.float64, device=self.device)
         count = float(all_reduce(valid, self.mesh.dp_cp).clamp_min(1.0))
         self.balance.begin()
+        self.later_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        def differentiated(losses: Tensor) -> Tensor:
+            if losses.dim() == 1:
+                return losses.sum() / count
+            later = losses[1:].sum() / (count * len(losses[1:]))
+            self.later_loss += later.detach()
+            return losses[0].sum() / count + self.settings.mtp_weight * later
+
         for shards in self.shards:
             shards.clear()
         split = self.sharded and self.layout.schedule in SPLIT_BACKWARD
         for decoder in self.decoders.values() if split else ():
             fully_sharded.begin_split_step(decoder)
-        local = self.pipeline.run(batches, lambda losses: losses.sum() / count)
+        local = self.pipeline.run(batches, differentiated) - self.settings.mtp_weight * self.later_loss
         for decoder in self.decoders.values() if split else ():
             fully_sharded.end_split_step(decoder)
         for shards in self.shards:
@@ -197,14 +209,16 @@ class Trainer:
         """
         local = self.gradients(batch)
         facts = torch.tensor([float(stop), float(self.balance.loss)], dtype=torch.float64, device=self.device)
+        if self.model.mtp:
+            facts = torch.cat((facts, self.later_loss[None] / self.mesh.tp.size))
         sums = all_reduce_world(torch.cat((torch.stack((local, self.optimizer.squared_norm())), facts)))
-        loss, square, stops, balance = sums.tolist()
+        loss, square, stops, balance, *later = sums.tolist()
         norm = square**0.5
         if not norm < float("inf"):
             raise AxisplanError(f"step {number + 1}: loss {loss}, gradient norm {norm}: not a number; nothing was updated or saved")
         clip = self.settings.clip
         self.optimizer.step(self.rate.at(number), min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
-        out = {"loss": loss, "grad_norm": norm, "stop": stops}
+        out = {"loss": loss, "grad_norm": norm, "stop": stops, **({"mtp_loss": later[0]} if later else {})}
         return out if self.model.moe is None else {**out, "balance_loss": balance, "expert_imbalance": self._rebalance()}
 
     def _rebalance(self) -> float:
@@ -239,10 +253,6 @@ def run(
     With ``out`` and ``checkpoint_every``, continues from the last whole checkpoint, whatever layout wrote it; on SIGTERM every rank
     finishes its step, saves and leaves.
     """
-    if model.mtp:
-        raise InputError(
-            "model", model.name, "multi-token-prediction modules are not trained by this runtime; plan it with mtp: 0", 0
-        )
     memory = Memory(device)
     source = source or open_data(model, settings)
     trainer = Trainer(model, layout, settings, device)
