@@ -21,11 +21,11 @@ from planner.rules.model import padded_vocab, ulysses_degrees
 from profiles.errors import InputError
 
 __all__ = [
-    "RULES", "Limits", "Rule", "Violation", "check", "limits_of", "padded_vocab", "read_layout", "repaired", "require", "targets",
-    "ulysses_degrees", "violations",
+    "RULES", "Limits", "Rule", "Violation", "check", "limits_of", "padded_vocab", "read_layout", "repaired", "require", "require_job",
+    "targets", "ulysses_degrees", "violations",
 ]  # fmt: skip
 
-JOB_FIELDS = ("global_batch", "seq_len", "precision")
+JOB_FIELDS = ("global_batch", "seq_len", "precision", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,17 @@ def violations(job: Job, layout: Layout) -> list[Violation]:
 
 def require(job: Job, layout: Layout) -> None:
     """Raise InputError, all broken rules in one line, unless ``layout`` is legal."""
-    found = violations(job, layout)
+    _refuse(violations(job, layout))
+
+
+def require_job(job: Job) -> None:
+    """Raise InputError where a rule that no layout can mend is broken (precision, optimizer, positions)."""
+    case = Case(job, Layout(), limits_of(job))
+    if any(r.breaks(case) for r in RULES.values() if not r.reads):
+        _refuse([v for v in violations(job, case.layout) if not RULES[v.rule].reads])
+
+
+def _refuse(found: list[Violation]) -> None:
     if found:
         first = found[0]
         rest = "".join(f" | {v.line()}" for v in found[1:])

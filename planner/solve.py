@@ -14,6 +14,7 @@ from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.step import StepEstimate, estimate
 from cost_models.uncertainty import chance_faster, flipping_cause
+from planner.legality import require_job
 from planner.plan import (
     Certificate,
     Plan,
@@ -64,6 +65,7 @@ class PlanRequest:
 def search(request: PlanRequest, *, extra: int | None = None) -> tuple[Search, Outcome]:
     """Run the search of a request. Raises InputError where pins leave no legal layout."""
     job = request.job
+    require_job(job)
     space = Space(job, read_wishes(request.pins), [read_wishes(e) for e in request.exclude], offload=request.offload)
     found = Search(job, space, request.prove, request.top if extra is None else extra)
     outcome = found.run()

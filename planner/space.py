@@ -41,6 +41,7 @@ class Prefix:
     dp: int
     ep: int
     etp: int
+    sp: bool
 
     @property
     def ring(self) -> int:
@@ -49,10 +50,6 @@ class Prefix:
     @property
     def ulysses(self) -> int:
         return _parts(self.cp_kind, self.cp)[1]
-
-    @property
-    def sp(self) -> bool:
-        return self.tp > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +81,7 @@ class _Chosen:
     """A layout of which only some fields are chosen, as rules see it."""
 
     tp: int
+    sp: bool
     cp: int
     cp_kind: str
     pp: int
@@ -214,7 +212,7 @@ class Space:
                     continue
                 chosen = _Chosen(**base.__dict__, ep=ep, etp=etp)
                 if self._legal(chosen, known, frozenset(("ep", "etp"))):
-                    yield Prefix(base.tp, base.cp, base.cp_kind, base.pp, base.dp, ep, etp)
+                    yield Prefix(base.tp, base.cp, base.cp_kind, base.pp, base.dp, ep, etp, base.sp)
 
     def _expert_tensor(self, tp: int) -> list[int]:
         """Degrees of expert tensor parallelism tried: whole experts, or split as the dense layers are; any divisor where it is pinned."""
@@ -373,7 +371,7 @@ class Space:
 
     def count(self, prefix: Prefix, batch: Batch) -> int:
         """How many columns complete a core."""
-        if self.excludes_pairs:
+        if self.excludes_pairs or self.may_offload:  # what is offloaded may not go with every split
             return len(self.columns_of(prefix, batch))
         others = len(self._legal_orders(prefix))
         return others and others * len(self._dispatchers(prefix)) * len(self._offloads()) * self._split_number(prefix, batch)

@@ -39,7 +39,8 @@ def experts_fill_the_stage(case: Case) -> Iterator[Break]:
 def experts_inside_a_replica(case: Case) -> Iterator[Break]:
     layout = case.layout
     replica, used = layout.tp * layout.cp * layout.dp_shard, layout.etp * layout.ep
-    if used > 1 and replica % used and case.limits.ep_in_replica and layout.dp_shard > 1:
+    apart = layout.dp_shard == 1 and case.limits.ep_over_replicas
+    if used > 1 and replica % used and case.limits.ep_in_replica and not apart:
         yield Break(
             "ep",
             layout.ep,
@@ -123,6 +124,21 @@ def same_placement(layout: Any, one: str, other: str) -> bool:
         return [a for a in axes if degree.get(a, 1) > 1]
 
     return kept(one) == kept(other)
+
+
+@rule(
+    "cluster",
+    "tp cp dp ep etp dp_replicate zero",
+    "replicas of a sharded optimizer divide expert data parallelism where the target says so",
+)
+def replicas_divide_expert_replicas(case: Case) -> Iterator[Break]:
+    layout = case.layout
+    if case.job.model.moe is None or not case.limits.replicas_divide_edp or layout.zero == 0:
+        return
+    edp, rest = divmod(layout.tp * layout.cp * layout.dp, layout.ep * layout.etp)
+    if rest == 0 and edp % layout.dp_replicate:
+        message = f"{case.limits.target} needs a divisor of the expert data parallelism, edp = tp*cp*dp/(ep*etp) = {edp}"
+        yield Break("dp_replicate", layout.dp_replicate, message, tuple(divisors(math.gcd(edp, layout.dp))))
 
 
 def least_common(*values: int) -> int:

@@ -17,13 +17,12 @@ TERMS: dict[str, tuple[str, Callable[[Case], bool]]] = {
     "zero0": ("zero", lambda c: c.layout.zero == 0),
     "zero3": ("zero", lambda c: c.layout.zero == 3),
     "offload": ("offload", lambda c: bool(c.layout.offload)),
-    "capacity": ("capacity", lambda c: c.layout.capacity > 0),
     "moe": ("model", lambda c: c.job.model.moe is not None),
 }
 """What a combination may name: the field to blame, and when it holds."""
 
 
-@rule("target", "tp cp ep dp_replicate dp_shard zero offload capacity", "the target has these features together")
+@rule("target", "tp cp ep dp_replicate dp_shard zero offload", "the target has these features together")
 def combination_is_expressible(case: Case) -> Iterator[Break]:
     for entry in case.limits.excluded:
         terms = [TERMS[name] for name in entry["with"]]
@@ -32,6 +31,12 @@ def combination_is_expressible(case: Case) -> Iterator[Break]:
             value = getattr(case.layout, field)
             shown = "+".join(value) if field == "offload" else value
             yield Break(field, shown, f"{case.limits.target}: {entry['why']}", ("none",) if field == "offload" else None)
+
+
+@rule("target", "capacity", "the target drops tokens beyond a capacity factor")
+def capacity_is_expressible(case: Case) -> Iterator[Break]:
+    if case.layout.capacity > 0 and not case.limits.drops_tokens:
+        yield Break("capacity", case.layout.capacity, f"{case.limits.target} drops no tokens", (0.0,))
 
 
 @rule("target", "tp sp", "the target has sequence parallelism")

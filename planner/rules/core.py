@@ -124,6 +124,9 @@ def limits_of(job: Job) -> Limits:
     stages = getattr(execution, "zero_stages", None)
     if stages is not None and target == "any":
         values["zero"] = [z for z in values["zero"] if str(z) in stages]
+    if execution.ep_overlap and job.model.moe is not None:
+        values["recompute_modes"] = [m for m in values["recompute_modes"] if m not in values["ep_overlap_without"]]
+        values["modules"] = [m for m in values["modules"] if m not in values["ep_overlap_without"]]
     for key in ("uneven_stages", "window_ring", "tied_pipeline"):
         if getattr(execution, key, True) is False:
             values[key] = False

@@ -54,3 +54,17 @@ def zero3_and_split_backward(case: Case) -> Iterator[Break]:
         yield Break(
             "zero", 3, f"{case.limits.target}: gradients go wrong when parameters are resharded inside {layout.schedule}", (2, 1, 0)
         )
+
+
+@rule(
+    "schedule",
+    "pp schedule zero",
+    "a tied embedding whose two ends share a rank (V-shaped schedules) keeps its parameters whole, where the target says so",
+)
+def tied_ends_and_sharding(case: Case) -> Iterator[Break]:
+    layout = case.layout
+    together = layout.pp > 1 and layout.schedule in V_SHAPED and case.job.model.tied
+    if together and layout.zero == 3 and not case.limits.shards_tied_ends:
+        yield Break(
+            "zero", 3, f"{case.limits.target} does not shard an embedding whose two ends share a rank ({layout.schedule})", (2, 1, 0)
+        )

@@ -9,7 +9,7 @@ from cost_models.layout import even_split
 from planner.rules.core import Break, Case, listed, rule
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
-"""Widest first: the nearest one a target has is the closest here."""
+"""Widest first: the nearest one a target has is the closest here, the narrower on ties."""
 
 
 @rule("target", "tp cp pp ep etp dp_replicate dp_shard", "the target has every axis whose degree exceeds 1")
@@ -93,10 +93,10 @@ def experts_need_sequence(case: Case) -> Iterator[Break]:
         yield Break("sp", False, f"{case.limits.target}: MoE with tp > 1 needs sequence parallelism", (True,))
 
 
-@rule("target", "ep dispatcher", "the target has this dispatcher")
+@rule("target", "dispatcher", "the target has this dispatcher")
 def dispatcher_is_expressible(case: Case) -> Iterator[Break]:
     known = case.limits.dispatchers
-    if case.layout.ep > 1 and case.layout.dispatcher not in known:
+    if case.job.model.moe is not None and case.layout.dispatcher not in known:
         yield Break("dispatcher", case.layout.dispatcher, f"{case.limits.target} has {listed(known)}", tuple(known))
 
 
@@ -173,5 +173,45 @@ def precision_is_expressible(case: Case) -> Iterator[Break]:
     known, wanted = getattr(case.job.execution, "precisions", ()), case.job.precision
     if known and wanted not in known:
         place = {p: i for i, p in enumerate(PRECISIONS)}
-        near = sorted(known, key=lambda p: abs(place.get(p, 0) - place.get(wanted, 0)))
+        near = sorted(known, key=lambda p: (abs(place.get(p, 0) - place.get(wanted, 0)), -place.get(p, 0)))
         yield Break("precision", wanted, f"{case.job.execution.name} trains in {listed(known)}", tuple(near))
+
+
+@rule("target", "", "the target trains with this optimizer")
+def optimizer_is_expressible(case: Case) -> Iterator[Break]:
+    known, wanted = case.job.execution.optimizers, case.job.optimizer
+    if wanted not in known:
+        yield Break("optimizer", wanted, f"{case.job.execution.name} trains with {listed(known)}", tuple(known))
+
+
+@rule("target", "zero", "the target keeps this optimizer's state with this ZeRO stage")
+def optimizer_goes_with_zero(case: Case) -> Iterator[Break]:
+    zero, wanted = case.layout.zero, case.job.optimizer
+    most = case.limits.muon_max_zero
+    if wanted == "muon" and zero > most:
+        yield Break("zero", zero, f"{case.limits.target}: muon goes with ZeRO 0 to {most}", tuple(range(most, -1, -1)))
+    if case.job.execution.moment_bytes == 2 and zero == 0 and not case.limits.narrow_moments_unsharded:
+        yield Break("zero", zero, f"{case.limits.target}: 16-bit moments need a sharded optimizer (ZeRO 1 or more)", (1,))
+
+
+@rule("target", "", "8- and 4-bit products are compiled where the target needs that")
+def low_precision_is_compiled(case: Case) -> Iterator[Break]:
+    low = case.job.precision in ("fp8", "mxfp8", "nvfp4")
+    if low and case.limits.low_precision_compiled and case.job.execution.elementwise != "compiled":
+        message = f"{case.limits.target} needs compiled blocks for it (execution.elementwise = compiled)"
+        yield Break("precision", case.job.precision, message, ("bf16",))
+
+
+@rule("target", "pp", "multi-token prediction goes with a pipeline in the target")
+def prediction_modules_and_pipeline(case: Case) -> Iterator[Break]:
+    model = case.job.model
+    if case.layout.pp > 1 and model.mtp and not case.limits.mtp_with_pp:
+        message = f"{case.limits.target} runs no multi-token prediction inside a pipeline, and {model.name} has {model.mtp} module(s)"
+        yield Break("pp", case.layout.pp, message, (1,))
+
+
+@rule("target", "pp vpp", "expert exchange beside compute needs virtual stages in a pipeline where the target says so")
+def expert_overlap_and_pipeline(case: Case) -> Iterator[Break]:
+    layout, job = case.layout, case.job
+    if job.model.moe is not None and job.execution.ep_overlap and case.limits.ep_overlap_needs_vpp and layout.pp > 1 and layout.vpp == 1:
+        yield Break("vpp", 1, f"{case.limits.target}: overlapped expert all-to-all (execution.ep_overlap) needs vpp > 1 in a pipeline")

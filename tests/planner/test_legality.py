@@ -16,6 +16,8 @@ from cost_models.job import Job
 from cost_models.layout import SCHEDULES, Layout
 from planner.legality import RULES, check, limits_of, read_layout, repaired, require, targets, violations
 from planner.rules.core import Case
+from planner.solve import PlanRequest, solve
+from planner.space import SHARD_FIELDS
 from profiles.errors import InputError
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
@@ -52,6 +54,9 @@ def changed(of: Job, text: str) -> tuple[Job, str]:
     *fields, layout = text.split()
     for field in fields:
         key, value = field.split("=")
+        if key.startswith("execution."):
+            of = replace(of, execution=load_execution(of.execution.name, {key.removeprefix("execution."): value}))
+            continue
         of = replace(of, **{"seq_len": int(value)} if key == "seq" else {key: value})
     return of, layout
 
@@ -73,6 +78,30 @@ def test_every_rule_has_a_case_a_sentence_and_fields_that_exist():
         assert rule.reads <= known, rule.name
         assert len(rule.sentence) > 10
         assert rule.sentence[0].islower() or rule.sentence[0].isdigit() or rule.sentence.startswith("DualPipe")
+
+
+def test_the_space_asks_every_rule_but_those_of_the_job_and_of_what_a_column_leaves_open():
+    """A rule that reads a field no stage of the enumeration knows would never cut a column."""
+    first = [{"tp", "sp"}, {"cp", "cp_kind"}, {"pp", "dp"}, {"ep", "etp"}, set(SHARD_FIELDS)]
+    stages = [(set().union(*first[:i]), new) for i, new in enumerate(first)]
+    stages += [({"cp", "pp", "dp"}, {"micro_batch"}), ({"cp", "pp", "dp", "micro_batch"}, {"schedule", "vpp"})]
+    open_fields = {"stages", "recompute", "capacity"}
+    for rule in RULES.values():
+        asked = any(rule.reads <= known | new and rule.reads & new for known, new in stages)
+        crossing = rule.reads & {"micro_batch", "schedule", "vpp"} and rule.reads & set(SHARD_FIELDS)
+        assert asked or crossing or rule.reads & open_fields or not rule.reads, rule.name
+
+
+@pytest.mark.parametrize(
+    ("execution", "changes", "field", "nearest"),
+    [("torchtitan", {"precision": "fp16"}, "precision", "bf16"), ("deepspeed", {"optimizer": "adamw8bit"}, "optimizer", "adamw"),
+     ("accelerate", {"optimizer": "muon"}, "optimizer", "adamw")],
+)  # fmt: skip
+def test_a_plan_is_refused_where_no_layout_can_mend_the_job(execution, changes, field, nearest):
+    of = replace(job(f"llama-3.2-1b h100-sxm:1x2 2048 16 {execution}"), **changes)
+    with pytest.raises(InputError) as refused:
+        solve(PlanRequest(of))
+    assert (refused.value.field, refused.value.nearest) == (field, nearest)
 
 
 def test_stages_lie_in_one_pool_of_a_mixed_cluster():

@@ -1,0 +1,60 @@
+"""No target refuses what was planned for it: random tiny jobs, planned and emitted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from planner.emit.core import EmitSettings, emit
+from planner.solve import PlanRequest, solve
+from profiles.errors import DoesNotFit, InputError
+from profiles.model import ModelSpec
+from tests.planner.jobs import decoder, job
+
+TARGETS = ("axisplan", "megatron", "torchtitan", "deepspeed", "accelerate")
+FLAVOURS = ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "deepseek-v2-lite")
+"""TorchTitan has no models of other shapes."""
+PINS = ("", "", "zero=3", "zero=0", "pp>=2", "ep>=2", "dp_replicate>=2", "tp=2", "cp>=2", "schedule=zb-v|dualpipe-v|zb-h1")
+
+
+def small(rng: random.Random) -> ModelSpec:
+    experts = rng.choice([0, 0, 4])
+    return decoder(
+        layers=rng.choice([2, 3, 4, 6]), hidden=256, heads=4, kv_heads=rng.choice([2, 4]), width=512, vocab=rng.choice([512, 1000]),
+        experts=experts, dense_first=rng.choice([0, 1]) if experts else 0, tied=rng.random() < 0.5,
+    )  # fmt: skip
+
+
+def request(seed: int, target: str) -> PlanRequest:
+    """A job of 1 to 8 GPUs for ``target`` with a wish or none; precisions and optimizers that it may not have."""
+    rng = random.Random(f"{seed} {target}")
+    gpus = rng.choice([1, 2, 4, 6, 8])
+    of = job(
+        rng.choice(FLAVOURS) if target == "torchtitan" else small(rng), f"h100-sxm:1x{gpus}", rng.choice([512, 1024]),
+        gpus * rng.choice([2, 4]), target, optimizer=rng.choice(["adamw"] * 4 + ["sgd", "muon"]),
+        precision=rng.choice(["bf16", "bf16", "bf16", "fp8", "fp16"]),
+    )  # fmt: skip
+    return PlanRequest(of, pins=rng.choice(PINS), top=0, tie=rng.choice([0.0, 0.01]), offload=rng.random() < 0.3)
+
+
+def emitted(seed: int, target: str, out: Path) -> bool:
+    """Whether there is a plan; emitting it must not raise."""
+    try:
+        plan = solve(request(seed, target))
+    except (InputError, DoesNotFit):
+        return False
+    emit(plan, target, "torchrun", out / f"{target}-{seed}", EmitSettings())
+    return True
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_few_random_plans_are_emitted(target: str, tmp_path: Path) -> None:
+    assert sum(emitted(seed, target, tmp_path) for seed in range(8)) >= 3
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("target", TARGETS)
+def test_eighty_random_plans_are_emitted(target: str, tmp_path: Path) -> None:
+    assert sum(emitted(seed, target, tmp_path) for seed in range(8, 88)) >= 30
