@@ -203,7 +203,7 @@ def declared(search: Search) -> str:
     }[limits.recompute]
     return (
         f"tp, pp, vpp (to 8), cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp 1 or tp; orders {', '.join(limits.orders)}; ZeRO"
-        f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))}; uneven stages;"
+        f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))}; uneven stages, each with a layer;"
         f" recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
     )
 

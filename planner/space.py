@@ -189,7 +189,7 @@ class Space:
                     if not self._legal(chosen, step1, step2):
                         continue
                     for pp in divisors(world // (tp * cp)):
-                        if pp > model.num_layers + 2 or not self.allowed("pp", pp):
+                        if pp > model.num_layers or not self.allowed("pp", pp):
                             continue
                         dp = world // (tp * cp * pp)
                         if self.job.global_batch % dp or not self.allowed("dp", dp):

@@ -66,5 +66,8 @@ def tied_ends_and_sharding(case: Case) -> Iterator[Break]:
     together = layout.pp > 1 and layout.schedule in V_SHAPED and case.job.model.tied
     if together and layout.zero == 3 and not case.limits.shards_tied_ends:
         yield Break(
-            "zero", 3, f"{case.limits.target} does not shard an embedding whose two ends share a rank ({layout.schedule})", (2, 1, 0)
+            "zero",
+            3,
+            f"{case.limits.target} does not shard an embedding whose two ends share a rank ({layout.schedule})",
+            (2, 1, 0),
         )

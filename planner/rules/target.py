@@ -206,12 +206,22 @@ def low_precision_is_compiled(case: Case) -> Iterator[Break]:
 def prediction_modules_and_pipeline(case: Case) -> Iterator[Break]:
     model = case.job.model
     if case.layout.pp > 1 and model.mtp and not case.limits.mtp_with_pp:
-        message = f"{case.limits.target} runs no multi-token prediction inside a pipeline, and {model.name} has {model.mtp} module(s)"
+        message = (
+            f"{case.limits.target} runs no multi-token prediction inside a pipeline, and {model.name} has {model.mtp} module(s)"
+        )
         yield Break("pp", case.layout.pp, message, (1,))
 
 
 @rule("target", "pp vpp", "expert exchange beside compute needs virtual stages in a pipeline where the target says so")
 def expert_overlap_and_pipeline(case: Case) -> Iterator[Break]:
     layout, job = case.layout, case.job
-    if job.model.moe is not None and job.execution.ep_overlap and case.limits.ep_overlap_needs_vpp and layout.pp > 1 and layout.vpp == 1:
-        yield Break("vpp", 1, f"{case.limits.target}: overlapped expert all-to-all (execution.ep_overlap) needs vpp > 1 in a pipeline")
+    if (
+        job.model.moe is not None
+        and job.execution.ep_overlap
+        and case.limits.ep_overlap_needs_vpp
+        and layout.pp > 1
+        and layout.vpp == 1
+    ):
+        yield Break(
+            "vpp", 1, f"{case.limits.target}: overlapped expert all-to-all (execution.ep_overlap) needs vpp > 1 in a pipeline"
+        )
