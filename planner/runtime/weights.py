@@ -86,6 +86,10 @@ class Folder:
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 self._tensors[name] = opened
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor of that name is there, whatever prefix the file uses."""
+        return any(prefix + name in self._tensors for prefix in PREFIXES)
+
     def find(self, name: str) -> str:
         """The stored name, whatever prefix the file uses. Raises InputError where it is missing."""
         for prefix in PREFIXES:
@@ -116,16 +120,28 @@ class Folder:
 
 
 def load(trainer: Any, folder: Path) -> None:
-    """Read a Hugging Face model folder into a trainer, each rank its own boxes. Raises InputError where it does not fit."""
+    """Read a Hugging Face model folder into a trainer, each rank its own boxes. Raises InputError where it does not fit.
+
+    Multi-token-prediction modules are read where the folder has them (transformers saves none): else they keep their values.
+    """
     files = Folder(folder)
-    family = trainer.model.family
+    family, first = trainer.model.family, trainer.model.num_layers
+    without = () if files.has(f"layers.{first}.eh_proj.weight") else later_layers(trainer.model)
     for piece in trainer.optimizer.pieces("parameter"):
-        piece.tensor.copy_(files.box(piece, family))
+        if not piece.name.startswith(without):
+            piece.tensor.copy_(files.box(piece, family))
     for decoder in trainer.decoders.values():
         for name, buffer in decoder.named_buffers():
+            if name.startswith(without):
+                continue
             shape = tuple(buffer.shape)
             buffer.copy_(files.box(Piece(name, shape, (0,) * len(shape), shape, buffer), family))
     trainer.optimizer.publish()
+
+
+def later_layers(model: ModelSpec) -> tuple[str, ...]:
+    """Name prefixes of the multi-token-prediction modules."""
+    return tuple(f"layers.{model.num_layers + n}." for n in range(model.mtp))
 
 
 def export(
@@ -166,7 +182,8 @@ def export(
 
 
 def _tensors(path: Path, model: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, whole tensor) of every tensor of the Hugging Face checkpoint."""
+    """(stored name, whole tensor) of every tensor of the Hugging Face checkpoint. The hub's layout repeats the embedding and the
+    head in each multi-token-prediction module."""
 
     def prefix(name: str) -> str:
         return name if name.startswith("lm_head") else ("transformer." if model.family == "gpt2" else "model.") + name
@@ -187,3 +204,9 @@ def _tensors(path: Path, model: ModelSpec) -> Iterator[tuple[str, Tensor]]:
             yield from ((prefix(stored.format(expert=e)), t.clone()) for e, t in enumerate(wholes[0]))
         else:
             yield prefix(stored), wholes[0] if len(wholes) == 1 else torch.cat(wholes, -1)
+            ends = {
+                "embed_tokens.weight": ("embed_tokens", "shared_head.head")[: 1 + model.tied],
+                "lm_head.weight": ("shared_head.head",),
+            }
+            for layer in later_layers(model):
+                yield from ((f"model.{layer}{name}.weight", wholes[0].clone()) for name in ends.get(stored, ()))

@@ -63,11 +63,11 @@ def model_of(name: str, layers: int = 4, **changes: Any) -> ModelSpec:
         layer = Layer(mixer=mixer, ffn=Moe(experts=4, top_k=2, width=24, router="sigmoid", selection_bias=True, shared_width=16))
     elif name == "mla-lite":
         layer = Layer(mixer=LatentAttention(heads=4, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8), ffn=Mlp(width=64))
-    elif name in ("mtp", "mtp-tied"):
+    elif name in ("mtp", "mtp-tied", "mtp-plain"):
         routed = Moe(experts=4, top_k=2, width=24, router="sigmoid", selection_bias=True, shared_width=16)
         mixer = LatentAttention(heads=4, q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)
         layer = Layer(mixer=mixer if name == "mtp" else attention, ffn=routed if name == "mtp" else Mlp(width=64))
-        fields |= {"mtp": 2 if name == "mtp" else 1, "tied": name != "mtp", "family": "deepseek_v3"}
+        fields |= {"mtp": 1 if name == "mtp-tied" else 2, "tied": name == "mtp-tied", "family": "deepseek_v3"}
     elif name == "window":
         layer = Layer(mixer=Attention(heads=8, kv_heads=4, head_dim=8, window=5), ffn=Mlp(width=64))
     else:
