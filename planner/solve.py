@@ -203,8 +203,8 @@ def declared(search: Search) -> str:
     }[limits.recompute]
     return (
         f"tp, pp, vpp (to 8), cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp 1 or tp; orders {', '.join(limits.orders)}; ZeRO"
-        f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))}; uneven stages, each with a layer;"
-        f" recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
+        f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))};"
+        f" uneven stages, each with a layer; recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
     )
 
 
