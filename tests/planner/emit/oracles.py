@@ -11,19 +11,29 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "oracles"
+REPOSITORY = Path(__file__).resolve().parents[3]
+FOLDER = REPOSITORY / "tests" / "oracles"
+INSTALLED = REPOSITORY / ".oracles" / "oracles.json"
+"""What tests/oracles/install.py wrote: the variables of the oracles that it could install."""
+
+
+def where() -> dict[str, str]:
+    """Variables that name the parsers: those installed, and over them those of the environment."""
+    installed: dict[str, str] = json.loads(INSTALLED.read_text(encoding="utf-8")) if INSTALLED.exists() else {}
+    return installed | {name: value for name, value in os.environ.items() if name.startswith("AXISPLAN_") and value}
 
 
 class Oracle:
-    """A driver of tests/oracles under the Python that ``variable`` names; skips the test, with the reason, where it is not set."""
+    """A driver of tests/oracles under the Python that ``variable`` names; skips the test, with the reason, where there is none."""
 
     def __init__(self, driver: str, variable: str, *also: str) -> None:
-        missing = [name for name in (variable, *also) if not os.environ.get(name)]
+        known = where()
+        missing = [name for name in (variable, *also) if name not in known]
         if missing:
-            pytest.skip(f"{' and '.join(missing)} not set: see docs/emit.md, 'Checked with the real parsers'")
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+            pytest.skip(f"{' and '.join(missing)} not set: python tests/oracles/install.py installs it (docs/emit.md)")
+        env = {**os.environ, **known, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
         self.process = subprocess.Popen(
-            [os.environ[variable], str(FOLDER / driver)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            [known[variable], str(FOLDER / driver)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             text=True, env=env,
         )  # fmt: skip
         assert self._line() == {"ready": True}
