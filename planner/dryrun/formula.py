@@ -75,6 +75,12 @@ def chunk_operations(job: Job, layout: Layout, chunk: int) -> Iterator[Operation
         yield from (*cost.operations(), *recomputed(cost.forward, run.rule, job.execution.recompute_stops_early)) * run.count
     if chunk == layout.chunks - 1:
         yield from unit_cost(job, layout, "head").operations()
+        last = layout.recompute_rules.of(job.model.num_layers - 1)
+        for _ in range(job.model.mtp):
+            cost = unit_cost(job, layout, "mtp")
+            yield from cost.operations()
+            layer = unit_cost(job, layout, job.model.pattern[-1])
+            yield from recomputed(layer.forward, last, job.execution.recompute_stops_early)
 
 
 def boundary_bytes(job: Job, layout: Layout, chunk: int) -> int:
@@ -118,7 +124,7 @@ def stage_weights(job: Job, layout: Layout, stage: int) -> Iterator[tuple[Weight
     for unit, times in stage_units(job, layout, stage):
         for weight in tensors(job).units[unit]:
             ends = (
-                job.model.tied
+                (job.model.tied or (job.model.mtp > 0 and weight.name == "embedding"))
                 and weight.name in ("embedding", "head")
                 and layout.rank_of_chunk(0) != layout.rank_of_chunk(layout.chunks - 1)
             )
@@ -140,11 +146,14 @@ def partial_axis(model: ModelSpec, layout: Layout, weight: Weight) -> tuple[str,
 
 
 def agreements(job: Job, layout: Layout, stage: int) -> Iterator[tuple[str, str, float]]:
-    """Numbers that ranks agree on once a step: valid tokens; loss, norm, stop, balance loss; tokens an expert got."""
+    """Numbers that ranks agree on once a step: valid tokens; loss, norm, stop, balance loss, loss of MTP modules; tokens an expert
+    got."""
+    model, chunks = job.model, layout.chunks_of_rank(stage)
     yield "dp_cp", "all_reduce", 8.0
-    yield "world", "all_reduce", 32.0
-    layers = [i for c in layout.chunks_of_rank(stage) for i in layout.layers_of_chunk(c, job.model.num_layers)]
-    loads = 4.0 * sum(f.experts for i in layers if isinstance(f := job.model.layer(i).ffn, Moe))
+    yield "world", "all_reduce", 40.0 if model.mtp else 32.0
+    layers = [model.layer(i) for c in chunks for i in layout.layers_of_chunk(c, model.num_layers)]
+    layers += [model.layer(model.num_layers - 1)] * (model.mtp if layout.chunks - 1 in chunks else 0)
+    loads = 4.0 * sum(layer.ffn.experts for layer in layers if isinstance(layer.ffn, Moe))
     if loads:
         yield "dp_cp", "all_reduce", loads
         yield "tp", "all_reduce", loads
