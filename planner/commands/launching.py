@@ -42,9 +42,15 @@ LAUNCHERS = ("torchrun", "slurm", "kubernetes", "skypilot")
 @click.option("--data", multiple=True, help="Training text or prepared data (other targets: data in the target's own form).")
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=3e-4, show_default=True)
-@click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="A launcher's option: partition=gpu, image=NAME.")
+@click.option(
+    "--set", "extra", multiple=True, metavar="KEY=VALUE",
+    help="An option of the launcher (partition=gpu, image=NAME) or of the target (tokenizer=NAME, release=main).",
+)  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
-def emit(plan: Path, target: str, launcher: str, data: tuple[str, ...], extra: tuple[str, ...], out: Path, **numbers: Any) -> None:
+@as_json
+def emit(
+    plan: Path, target: str, launcher: str, data: tuple[str, ...], extra: tuple[str, ...], out: Path, as_json: bool, **numbers: Any
+) -> None:
     """The launch files of a plan: a folder with the plan, the settings, launch.sh and a README."""
     from planner.emit.core import EmitSettings
     from planner.emit.core import emit as write
@@ -53,7 +59,11 @@ def emit(plan: Path, target: str, launcher: str, data: tuple[str, ...], extra: t
     folder = out.resolve()
     found = tuple(os.path.relpath(Path(d).resolve(), folder) if target == "axisplan" else d for d in data)
     settings = EmitSettings(data=found, options=pairs_of("--set", extra), **numbers)
-    for path in write(Plan.load(plan), target, launcher, out, settings):
+    written = write(Plan.load(plan), target, launcher, out, settings)
+    if as_json:
+        show_json({"target": target, "launcher": launcher, "folder": str(out), "files": [path.name for path in written]})
+        return
+    for path in written:
         click.echo(path)
 
 
@@ -134,11 +144,23 @@ def dry_run(plan: Path | None, plan_option: Path | None, as_json: bool, **option
     raise click.exceptions.Exit(code)
 
 
-@command("run", "axisplan run plan.json --data notes.txt --steps 100")
+RUN_EXAMPLE = """axisplan run plan.json --data notes.txt --steps 100
+axisplan run plan.json --data tokens --eval-data held-out.txt --eval-every 50 --tensorboard --trace trace.json"""
+
+
+@command("run", RUN_EXAMPLE)
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--settings", type=click.Path(path_type=Path), help="Training settings (JSON), as emitted.")
 @click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Training text or prepared data.")
 @click.option("--steps", type=click.IntRange(1))
+@click.option("--eval-data", type=click.Path(path_type=Path), multiple=True, help="Held-out text or prepared data.")
+@click.option("--eval-every", type=click.IntRange(0), help="Steps between held-out losses (default: one, after the last step).")
+@click.option("--tensorboard", is_flag=True, help="Write metrics for TensorBoard too, under OUT/tensorboard.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the last step of every stage over the predicted one, for Perfetto or chrome://tracing.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Where checkpoints and metrics go (default: run/ beside the plan).")
 @click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="Any other training setting.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Rendezvous port (default: a free one).")
@@ -148,6 +170,10 @@ def run(
     settings: Path | None,
     data: tuple[Path, ...],
     steps: int | None,
+    eval_data: tuple[Path, ...],
+    eval_every: int | None,
+    tensorboard: bool,
+    trace: Path | None,
     out: Path | None,
     extra: tuple[str, ...],
     port: int | None,
@@ -160,20 +186,17 @@ def run(
 
     loaded = Plan.load(plan)
     arguments = ["train", str(plan.resolve())]
-    for name, value in (("--settings", settings), ("--steps", steps), ("--out", out)):
+    numbers = (("--settings", settings), ("--steps", steps), ("--eval-every", eval_every), ("--trace", trace), ("--out", out))
+    for name, value in numbers:
         arguments += [name, str(value)] if value is not None else []
     arguments += ["--data", *map(str, data)] if data else []
+    arguments += ["--eval-data", *map(str, eval_data)] if eval_data else []
+    arguments += ["--tensorboard"] if tensorboard else []
     for pair in extra:
         arguments += ["--set", pair]
 
     def record(line: dict[str, Any]) -> None:
-        if as_json:
-            click.echo(json.dumps(line))
-        else:
-            click.echo(
-                f"step {line['step']:>6}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
-                f"{screen.seconds(line['seconds'])}  {line['tokens_per_second']:,.0f} tokens/s  {screen.gib(line['peak_bytes'])}"
-            )
+        click.echo(json.dumps(line) if as_json else screen.step_line(line))
 
     launch(arguments, loaded.layout_object.world, record, port=port)
 

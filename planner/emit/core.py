@@ -126,7 +126,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class EmitSettings:
-    """What a launch folder needs beside the plan. ``options``: of the launcher (partition, image, time, ...), as text."""
+    """What a launch folder needs beside the plan. ``options``: of the launcher (partition, image, time, ...) and of the target
+    (tokenizer, release), as text."""
 
     steps: int = 100
     learning_rate: float = 3e-4
@@ -173,7 +174,9 @@ def emit(plan: Plan, target: str, launcher: str, out: Path, settings: EmitSettin
     target_module: Any = importlib.import_module(named("--target", target, TARGETS))
     launcher_module: Any = importlib.import_module(named("--launcher", launcher, LAUNCHERS))
     program: Program = target_module.program(plan, settings)
-    start: Launch = launcher_module.launch(plan, program, settings)
+    of_target = getattr(target_module, "OPTIONS", {})
+    rest = {name: value for name, value in settings.options.items() if name not in of_target}
+    start: Launch = launcher_module.launch(plan, program, replace(settings, options=rest))
     contents = {"plan.json": plan.text(), **program.files, LAUNCH: launch_script(plan, program), **start.files}
     contents["README.md"] = readme(plan, program, start)
     return write_folder(out, contents, executable=(LAUNCH, *start.executable))

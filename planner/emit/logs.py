@@ -192,7 +192,7 @@ def row_of(plan: Plan, measured: Measured, *, identity: str, source: str, note: 
         notes.append(f"layout {layout.text()}")
     values: dict[str, Any] = {
         "id": identity, "source": source, "model_name": job.model.name, "arch": "moe" if job.model.moe else "dense", **_shapes(plan),
-        "seq_len": job.seq_len, "gpu": job.cluster.kind or job.cluster.name, "gpus_per_node": job.cluster.gpus_per_node,
+        "seq_len": job.seq_len, "gpu": job.cluster.kind or job.cluster.gpu.name, "gpus_per_node": job.cluster.gpus_per_node,
         "gpus": job.cluster.gpus, "precision": job.precision, "framework": framework, "tp": layout.tp, "pp": layout.pp, "vp": layout.vpp,
         "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "dp": layout.dp, "sp": int(layout.sp), "zero": layout.zero,
         "micro_batch": layout.micro_batch, "global_batch": job.global_batch, "schedule": layout.schedule,
@@ -203,7 +203,8 @@ def row_of(plan: Plan, measured: Measured, *, identity: str, source: str, note: 
         "derived_tokens_per_s_per_gpu": f"{tokens:.6g}", "time_ok": trusted, "time_basis": "log", "step_quality": "printed",
         "mem_counter": measured.counter, "info_grade": "A",
     }  # fmt: skip
-    return {column: str(values.get(column, "")) for column in COLUMNS}
+    exact = {"layout": layout.text(), "model": json.dumps(plan.model, separators=(",", ":"))}
+    return {**{column: str(values.get(column, "")) for column in COLUMNS}, **exact}
 
 
 def _shapes(plan: Plan) -> dict[str, Any]:

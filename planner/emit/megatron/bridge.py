@@ -9,10 +9,11 @@ from cost_models.layout import Layout
 from planner.emit import connections
 from planner.emit.core import EmitSettings, Need, Program, Variable, Word, admit, from_environment, refuse
 from planner.emit.environment import shared
-from planner.emit.megatron.program import all_flags
+from planner.emit.megatron.program import OPTIONS, all_flags
 from planner.plan import Plan
 from profiles.model import LatentAttention
 
+__all__ = ["OPTIONS", "program"]
 TARGET = "megatron-bridge"
 CHECKOUT = Need("MEGATRON_BRIDGE_PATH", "your checkout of Megatron-Bridge", "/opt/Megatron-Bridge")
 RECIPE = "vanilla_gpt_pretrain_config"

@@ -56,6 +56,10 @@ def degrees(job: Job, layout: Layout, target: str) -> Flags:
     flags["--expert-tensor-parallel-size"] = (str(etp),)
     if layout.sp:
         flags |= switch("--sequence-parallel")
+    if job.execution.tp_overlap == "userbuffers" and layout.tp > 1:
+        if not layout.sp:
+            raise refuse(target, "overlapped tensor parallelism (execution.tp_overlap = userbuffers) needs sequence parallelism")
+        flags |= switch("--tp-comm-overlap")
     return flags
 
 

@@ -10,10 +10,13 @@ from planner.emit.environment import shared
 from planner.emit.megatron.flags import Flags, number, switch, words
 from planner.emit.megatron.layout import layout_flags
 from planner.emit.megatron.model import model_flags
+from planner.emit.options import Option
 from planner.plan import Plan
 
 CHECKOUT = Need("MEGATRON_PATH", "your checkout of Megatron-LM", "/opt/Megatron-LM")
 BACKENDS = {"unfused": "unfused", "triton": "flash", "fa2": "flash", "fa3": "flash", "cudnn": "fused"}
+
+OPTIONS = {"tokenizer": Option(r"[^\x00]*", "names a tokenizer of the hub, or its folder", "./tokenizer")}
 
 
 def program(plan: Plan, settings: EmitSettings) -> Program:

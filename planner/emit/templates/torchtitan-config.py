@@ -10,8 +10,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
 ${imports}from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: F401
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.$module import model_registry
+${loader_imports}from torchtitan.models.$module import model_registry
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.trainer import Trainer
 
@@ -23,7 +22,7 @@ def train() -> Trainer.Config:
         hf_assets_path=os.environ.get("HF_ASSETS_PATH", "./assets/hf"),
         loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),
         optimizer=default_adamw(lr=$learning_rate),
-        dataloader=HuggingFaceTextDataLoader.Config(dataset=$dataset),
+        dataloader=$dataloader,
         metrics=MetricsProcessor.Config(log_freq=1),
         training=TrainingConfig(
 $training

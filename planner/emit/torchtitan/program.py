@@ -1,4 +1,4 @@
-"""TorchTitan 0.3: a Python module whose function returns ``Trainer.Config``, run with ``--module`` and ``--config``."""
+"""TorchTitan: a Python module whose function returns ``Trainer.Config``, run with ``--module`` and ``--config``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from planner.emit import connections
 from planner.emit.core import EmitSettings, Need, Program, Variable, Word, admit, refuse
 from planner.emit.environment import shared
 from planner.emit.files import fill
+from planner.emit.options import read_options
 from planner.emit.readme import comment
+from planner.emit.torchtitan.releases import OPTIONS, RELEASES, Release
 from planner.plan import Plan
 from profiles.huggingface import load_model
 from profiles.model import ModelSpec
@@ -29,20 +31,24 @@ ASSETS = Need(
     "the folder of the model's tokenizer (and weights), as torchtitan's download script makes it",
     "./assets/hf/NAME",
 )
-VERSION = "0.3.0"
+__all__ = ["OPTIONS", "program"]
 
 
 def program(plan: Plan, settings: EmitSettings) -> Program:
-    """Raises InputError for a plan that TorchTitan 0.3 cannot run, with the reason."""
+    """Raises InputError for a plan that TorchTitan cannot run, with the reason. Option ``release``: whose field names to write."""
     job, layout = admit(plan, "torchtitan")
-    text = config(plan, job, layout, settings)
+    own = {name: value for name, value in settings.options.items() if name in OPTIONS}
+    release = RELEASES[read_options("torchtitan", own, OPTIONS)["release"]]
+    text = config(plan, job, layout, settings, release)
     environment = (
         Variable("PYTHONPATH", Word(base="here"), "torchtitan imports the configuration from this folder.", "prepend"),
         *connections.torchtitan(connections.Streams.of(job, layout)),
         *shared(plan, "torchtitan", cuda_graphs=job.execution.graphs != "none"),
     )
     words = ("-m", "torchtitan.train", "--module", MODULE, "--config", "train")
-    notes = [f"Written for torchtitan {VERSION}, whose field names differ from later ones."]
+    notes = [
+        f"Written for torchtitan {release.title}; field names differ between releases: emit with --set release=0.3 or release=main."
+    ]
     if layout.offload:
         notes.append(
             "TorchTitan's offload moves parameters and gradients with the optimizer state; the prediction is for the states alone."
@@ -58,7 +64,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
     )
 
 
-def config(plan: Plan, job: Job, layout: Layout, settings: EmitSettings) -> str:
+def config(plan: Plan, job: Job, layout: Layout, settings: EmitSettings, release: Release) -> str:
     """The Python module. Every value is a literal of Python, written with ``repr``."""
     module, flavour = flavour_of(job.model)
     _expressible(job, layout)
@@ -66,14 +72,15 @@ def config(plan: Plan, job: Job, layout: Layout, settings: EmitSettings) -> str:
     return fill(
         "torchtitan-config.py",
         title=comment(f"{job.model.name} on {job.cluster.gpus} x {job.cluster.gpu.name}: {plan.layout_text}").replace("\\", "/"),
-        version=VERSION,
+        version=release.title,
         module=module,
         imports=imports(job),
+        loader_imports=release.imports,
         registry=", ".join([repr(flavour), *(f"{k}={v}" for k, v in arguments.items())]),
         learning_rate=repr(settings.learning_rate),
-        dataset=repr(settings.data[0] if settings.data else "c4"),
-        training=fields(training(job, layout, settings)),
-        parallelism=fields(parallelism(job, layout)),
+        dataloader=release.dataloader.format(dataset=repr(settings.data[0] if settings.data else "c4")),
+        training=fields(release.training(job, layout) | training(job, layout, settings)),
+        parallelism=fields(parallelism(job, layout, release)),
         activation_checkpoint=activation_checkpoint(layout),
         compiled=fields(compile_fields(job)),
     )
@@ -177,12 +184,7 @@ def _expressible(job: Job, layout: Layout) -> None:
 
 
 def training(job: Job, layout: Layout, settings: EmitSettings) -> dict[str, Any]:
-    """0.3.0: ``local_batch_size`` is what one accumulation step takes: a whole pipeline's microbatches, or one micro batch."""
-    microbatches = layout.microbatches(job.global_batch)
     out: dict[str, Any] = {
-        "local_batch_size": layout.micro_batch * (microbatches if layout.pp > 1 else 1),
-        "global_batch_size": job.global_batch,
-        "seq_len": job.seq_len,
         "steps": settings.steps,
         "disable_cuda_graphs": job.execution.graphs == "none" or layout.pp > 1 or layout.ep > 1,
     }
@@ -193,7 +195,7 @@ def training(job: Job, layout: Layout, settings: EmitSettings) -> dict[str, Any]
     return out
 
 
-def parallelism(job: Job, layout: Layout) -> dict[str, Any]:
+def parallelism(job: Job, layout: Layout, release: Release) -> dict[str, Any]:
     out: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp_replicate,
         "data_parallel_shard_degree": layout.dp_shard,
@@ -207,7 +209,7 @@ def parallelism(job: Job, layout: Layout) -> dict[str, Any]:
     if layout.pp > 1:
         out |= {
             "pipeline_parallel_schedule": SCHEDULES[layout.schedule],
-            "pipeline_parallel_microbatch_size": layout.micro_batch,
+            **release.parallelism(job, layout),
             "module_fqns_per_model_part": parts(job.model, layout),
         }
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from typing import Any
 
 from cost_models.layout import Layout
@@ -37,10 +38,12 @@ def read(text: str, where: str, world: int | None = None) -> Imported:
     layout = fill_world(values, world, where)
     if layout.dp_shard * layout.cp == 1:
         layout = layout.with_(zero=0)
-    layout = layout.with_(**batches(parallel, training, layout), **stages)
+    whose = Tokens if TOKENS & (set(training) | set(parallel)) else Sequences
+    batch = whose(parallel, training)
+    layout = layout.with_(micro_batch=batch.micro_batch(layout.pp), **stages)
     job = {
-        "seq_len": _whole("training.seq_len", training.get("seq_len", 2048)),
-        "global_batch": global_batch(training, layout),
+        "seq_len": batch.seq_len,
+        "global_batch": batch.global_batch(layout),
         "precision": precision(registry, training),
         "optimizer": "adamw",
     }
@@ -145,20 +148,63 @@ def pipeline(parallel: dict[str, Any], pp: int, notes: list[str]) -> dict[str, A
     return {"schedule": schedule, "vpp": len(parts) // pp, "stages": counts if len(set(counts)) > 1 else ()}
 
 
-def batches(parallel: dict[str, Any], training: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    if layout.pp > 1:
-        return {
-            "micro_batch": _whole(
-                "parallelism.pipeline_parallel_microbatch_size", parallel.get("pipeline_parallel_microbatch_size", 1)
-            )
-        }
-    return {"micro_batch": _whole("training.local_batch_size", training.get("local_batch_size", 8))}
+TOKENS = {"num_tokens_per_microbatch_per_dp_rank", "num_tokens_per_train_step", "max_context_length", "num_pp_microbatches"}
+"""Fields of the releases that count a batch in tokens; where one of them is written, these releases' defaults hold."""
 
 
-def global_batch(training: dict[str, Any], layout: Layout) -> int:
-    whole = training.get("global_batch_size", -1)
-    local = _whole("training.local_batch_size", training.get("local_batch_size", 8))
-    return local * layout.dp if whole == -1 else _whole("training.global_batch_size", whole)
+@dataclass(frozen=True)
+class Batch:
+    """The batch's fields of one kind of release."""
+
+    parallel: dict[str, Any]
+    training: dict[str, Any]
+
+    def _training(self, name: str, default: int) -> int:
+        return _whole(f"training.{name}", self.training.get(name, default))
+
+    def _parallel(self, name: str) -> int:
+        return _whole(f"parallelism.{name}", self.parallel.get(name, 1))
+
+
+class Sequences(Batch):
+    """0.3: in sequences."""
+
+    @property
+    def seq_len(self) -> int:
+        return self._training("seq_len", 2048)
+
+    def micro_batch(self, pp: int) -> int:
+        return self._parallel("pipeline_parallel_microbatch_size") if pp > 1 else self._training("local_batch_size", 8)
+
+    def global_batch(self, layout: Layout) -> int:
+        if self.training.get("global_batch_size", -1) == -1:
+            return self._training("local_batch_size", 8) * layout.dp
+        return self._training("global_batch_size", 1)
+
+
+class Tokens(Batch):
+    """Later: in tokens."""
+
+    @property
+    def seq_len(self) -> int:
+        return self._training("max_context_length", 2048)
+
+    def _sequences(self, name: str, count: int) -> int:
+        if count % self.seq_len:
+            below = max(count // self.seq_len, 1) * self.seq_len
+            raise InputError(f"training.{name}", count, f"must be whole sequences of max_context_length = {self.seq_len}", below)
+        return count // self.seq_len
+
+    def micro_batch(self, pp: int) -> int:
+        name = "num_tokens_per_microbatch_per_dp_rank"
+        return self._sequences(name, self._training(name, 16384))
+
+    def global_batch(self, layout: Layout) -> int:
+        name = "num_tokens_per_train_step"
+        if self.training.get(name, -1) == -1:
+            microbatches = self._parallel("num_pp_microbatches") if layout.pp > 1 else 1
+            return self.micro_batch(layout.pp) * microbatches * layout.dp
+        return self._sequences(name, self._training(name, 1))
 
 
 def recompute(calls: Calls) -> str:

@@ -66,7 +66,8 @@ def test_launch_scripts_are_clean_shell(target: str, cluster: str, tmp_path: Pat
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_a_hostile_name_of_a_model_is_inert(target: str, name: str, tmp_path: Path) -> None:
     """launch.sh runs with stand-ins for torchrun and axisplan that print their words: they are the plan's, and nothing else ran."""
-    emit(plan(target, name), target, "torchrun", tmp_path / "launch", EmitSettings(data=(name,), options={"tokenizer": name}))
+    options = {"tokenizer": name} if target.startswith("megatron") else {}
+    emit(plan(target, name), target, "torchrun", tmp_path / "launch", EmitSettings(data=(name,), options=options))
     commands = tmp_path / "bin"
     commands.mkdir()
     for command in ("torchrun", "axisplan"):
@@ -168,3 +169,25 @@ def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
     assert json.loads((tmp_path / "a" / "plan.json").read_text())["layout"]["tp"] == 2
+
+
+@pytest.mark.parametrize(("target", "key", "nearest"), [("axisplan", "tokenizer", "None"), ("torchtitan", "relase", "None")])
+def test_an_option_that_nobody_takes_is_refused(target: str, key: str, nearest: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no options") as error:
+        emit(plan(target), target, "torchrun", tmp_path / "launch", EmitSettings(options={key: "x"}))
+    assert (error.value.field, str(error.value.nearest)) == ("--set", nearest)
+
+
+def test_a_targets_option_goes_with_any_launcher(tmp_path: Path) -> None:
+    options = {"tokenizer": "our tokenizer", "partition": "gpu"}
+    emit(plan("megatron"), "megatron", "slurm", tmp_path / "launch", EmitSettings(options=options))
+    assert "--tokenizer-model 'our tokenizer'" in (tmp_path / "launch" / "launch.sh").read_text()
+
+
+def test_emission_as_json_names_the_files(invoke, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plan("axisplan").save(tmp_path / "plan.json")
+    code, out, err = invoke("emit", str(tmp_path / "plan.json"), "--out", str(tmp_path / "launch"), "--json")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert {"target": "axisplan", "launcher": "torchrun", "folder": str(tmp_path / "launch")}.items() <= document.items()
+    assert sorted(document["files"]) == sorted(p.name for p in (tmp_path / "launch").iterdir())

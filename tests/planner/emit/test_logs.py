@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cost_models.runs import to_run
 from planner.emit.logs import COLUMNS, append_row, measure, read_log, row_of
 from planner.plan import Plan
 from profiles.errors import InputError
+from profiles.hardware import load_cluster, to_yaml
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +155,13 @@ def test_the_command_writes_a_row_that_regress_reads(plan: Plan, tmp_path: Path,
     assert json.loads(text)["rows"] == 1
     code, _, error = invoke("measure", str(tmp_path / "plan.json"), "--plan", str(tmp_path / "plan.json"))
     assert (code, error.count("\n")) == (2, 1)
+
+
+def test_a_cluster_file_is_known_to_the_row_by_its_gpu(tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(to_yaml(replace(load_cluster("h100-sxm:8x8"), name="our-cluster", kind="")))
+    job = job_of(cluster=str(tmp_path / "ours.yaml"))
+    assert (job.cluster.name, job.cluster.kind) == ("our-cluster", "")
+    (tmp_path / "log").write_text(MEGATRON)
+    row, _ = measure(tmp_path / "log", plan_of(job, "tp=4,pp=2"))
+    assert row["gpu"] == job.cluster.gpu.name == "h100-sxm-80gb"
+    assert to_run(row).job.cluster.kind == "h100-sxm"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from plans import job_of, plan_of, renamed
 
+from cost_models.execution import load_execution
+from cost_models.job import Job
 from cost_models.layout import even_split
 from planner.emit import connections
 from planner.emit.connections import Streams
@@ -212,7 +215,7 @@ def test_models_that_megatrons_gpt_does_not_build_are_refused_with_the_reason(mo
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        ("tp=2,ep=16,etp=1,dp_replicate=8", "optimizer instances"),
+        ("tp=2,ep=16,etp=1,dp_replicate=8", "replicas_divide_expert_replicas"),
         ("tp=2,pp=2,ep=1,etp=1,order=tp-cp-pp-dp", "edp = "),
         ("tp=2,ep=8,etp=1,dispatcher=allgather,capacity=1.5", "capacity"),
         ("tp=2,ep=8,etp=1,recompute=selective(shared_experts)", "shared_experts"),
@@ -268,3 +271,17 @@ def test_the_folder_says_what_to_set_and_how_to_compare(tmp_path: Path) -> None:
     assert "  --tensor-model-parallel-size 4\n" in script
     assert "axisplan measure" in readme
     assert "a step (80 % interval" in readme
+
+
+def overlapped() -> Job:
+    execution = load_execution("megatron", {"tp_overlap": "userbuffers"})
+    return replace(job_of(), execution=execution)
+
+
+def test_overlapped_tensor_parallelism_is_written_where_the_execution_has_it() -> None:
+    def has(job: Job, layout: str) -> bool:
+        return "--tp-comm-overlap" in flags(program(plan_of(job, layout), EmitSettings()))
+
+    assert [has(overlapped(), "tp=4"), has(overlapped(), "dp=64"), has(job_of(), "tp=4")] == [True, False, False]
+    with pytest.raises(InputError, match="sequence parallelism"):
+        program(plan_of(overlapped(), "tp=4,sp=false", legal=False), EmitSettings())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from plans import job_of, plan_of, renamed
 
 from cost_models.job import Job
 from planner.emit.core import EmitSettings
+from planner.emit.imported import read_configuration
 from planner.emit.torchtitan.program import flavour_of, program
 from profiles.errors import InputError
 from profiles.huggingface import load_model
@@ -80,7 +82,7 @@ def test_activation_checkpointing(recompute: str, text: str) -> None:
         ("llama-3.1-8b", "pp=4,zero=3,schedule=zb-v", "resharded"),
         ("llama-3.1-8b", "cp=2,cp_kind=ring,zero=3", "allgather"),
         ("qwen3-30b-a3b", "tp=2,ep=16,dp_shard=4,dp_replicate=8,zero=3", "replica"),
-        ("qwen3-30b-a3b", "ep=8,dp_shard=1,dp_replicate=64,zero=0", "must divide dp_shard"),
+        ("qwen3-30b-a3b", "ep=8,dp_shard=1,dp_replicate=64,zero=0", "must divide tp[*]cp[*]dp_shard"),
         ("llama-3.1-8b", "zero=3,recompute=0-3:full", "one choice for the whole model"),
         ("llama-3.1-8b", "pp=16,zero=2,dp=4,micro_batch=4", "microbatches"),
         ("mixtral-8x7b", "tp=2,zero=3", "no model of the shape"),
@@ -112,3 +114,39 @@ def test_low_precision_is_a_converter_of_the_model(precision: str, converter: st
     text = source("tp=2,zero=3", job_of(cluster="b200:8x8", execution="torchtitan", precision=precision))
     assert f"from torchtitan.components.quantization import {converter}\n" in text
     assert f"converters=[{converter}.Config(" in text
+
+
+def test_main_counts_the_batch_in_tokens() -> None:
+    text = source("tp=2,pp=4,micro_batch=2,zero=2", options={"release": "main"})
+    assert fields(text, "TrainingConfig") == {
+        "num_tokens_per_microbatch_per_dp_rank": 2 * 8192, "num_tokens_per_train_step": 128 * 8192, "max_context_length": 8192,
+        "steps": 100, "disable_cuda_graphs": True,
+    }  # fmt: skip
+    made = fields(text, "ParallelismConfig")
+    assert made["num_pp_microbatches"] == 128 // 8 // 2
+    assert "pipeline_parallel_microbatch_size" not in made
+    assert "GrainDataLoader.Config(dataset=ConcatThenSplitPackingConfig(dataset=DATASETS['c4']))" in text
+
+
+def test_an_unknown_release_is_refused() -> None:
+    with pytest.raises(InputError, match="main") as error:
+        source("zero=3", options={"release": "0.2"})
+    assert error.value.field == "--set release"
+
+
+@pytest.mark.parametrize("release", ["0.3", "main"])
+@pytest.mark.parametrize("layout", ["tp=2,pp=4,micro_batch=2,zero=2", "tp=2,micro_batch=2,zero=3"])
+def test_both_releases_are_read_back(layout: str, release: str, tmp_path: Path) -> None:
+    job = job_of(execution="torchtitan")
+    (tmp_path / "config.py").write_text(source(layout, job, options={"release": release}))
+    found = read_configuration("torchtitan", tmp_path / "config.py", 64)
+    assert found.layout == plan_of(job, layout).layout_object
+    assert (found.job["seq_len"], found.job["global_batch"]) == (8192, 128)
+
+
+def test_tokens_that_are_no_whole_sequences_are_refused(tmp_path: Path) -> None:
+    text = "TrainingConfig(max_context_length=4096, num_tokens_per_microbatch_per_dp_rank=5000)"
+    (tmp_path / "config.py").write_text(text)
+    with pytest.raises(InputError, match="whole sequences") as error:
+        read_configuration("torchtitan", tmp_path / "config.py", 8)
+    assert error.value.nearest == 4096
