@@ -359,6 +359,8 @@ class Layout:
             always = field.name in ("tp", "pp", "cp", "dp_replicate", "dp_shard", "zero", "micro_batch", "schedule", "recompute")
             if field.name == "etp" and self.ep > 1:
                 always = True  # left out, it would be read as the target's default, which need not be 1
+            if field.name == "sp" and self.tp > 1:
+                always = True  # left out, tensor parallelism would be read as with it
             if value == field.default and not always:
                 continue
             if field.name == "cp_kind" and self.cp == 1:

@@ -79,9 +79,10 @@ def run_demo(settings: DemoSettings, out: Console) -> None:
     """Profile, plan, emit, run, compare; the same for a slower runner-up. Everything made lies in ``settings.out``."""
     started = time.monotonic()
     model = load_model(settings.model)
-    text = training_text(settings)
+    check_text(settings)
     cluster = profiled(settings, out)
     plan = planned(settings, model, cluster, out)
+    text = training_text(settings)
     runs = [Run("plan", plan, settings.out / "launch", 3)]
     if slower := next((r for r in plan.runners_up if r.slower >= settings.slower_by), None):
         runs.append(Run("runner-up", instead(plan, slower), settings.out / "launch-runner-up", 4))
@@ -94,11 +95,15 @@ def run_demo(settings: DemoSettings, out: Console) -> None:
     out.print(f"next: axisplan explain {settings.out / 'plan.json'}, or train longer: {launch} --steps 500", soft_wrap=True)
 
 
-def training_text(settings: DemoSettings) -> tuple[Path, ...]:
-    """The user's files, or Python's own documentation topics: real English that is on every machine."""
+def check_text(settings: DemoSettings) -> None:
+    """Raise InputError for a text that is not there, before anything is measured or written."""
     for path in settings.data:
         if not path.is_file():
             raise InputError("--data", path, "is not a file")
+
+
+def training_text(settings: DemoSettings) -> tuple[Path, ...]:
+    """The user's files, or Python's own documentation topics: real English that is on every machine."""
     if settings.data:
         return tuple(p.resolve() for p in settings.data)
     from pydoc_data.topics import topics

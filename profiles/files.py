@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,43 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with naming(path), os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in an OSError that names no file, as the system's does for a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[None]:
+    """Make a folder and those above it; where what follows fails, take away the ones made here that are still empty."""
+    made = []
+    for folder in (path, *path.parents):
+        if folder.exists():
+            break
+        made.append(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            try:
+                folder.rmdir()
+            except OSError:  # it holds something
+                break
         raise
 
 
