@@ -5,7 +5,7 @@ or memory limits. The answer is the best of those solved, and the certificate's 
 job's own certificate, not for GPU counts or batches that were not tried.
 
     tokens-per-second-per-gpu   most tokens a second, over the batches allowed
-    fewest-gpus                 the fewest GPUs that meet the deadline (of a step, or of a token budget)
+    fewest-gpus                 the fewest GPUs that meet the deadline (of a step, or of a token budget): the usual counts, then bisection
     gpu-hours, cost             least for a token budget, over GPU counts that meet the deadline where one is given
     pareto-gpus                 GPU counts with the step time of each, those that another beats on both left out
     pareto-memory               step time against free memory: solved again and again for a smaller limit
@@ -24,6 +24,7 @@ from cost_models.layout import divisors
 from planner.goodput import goodput
 from planner.plan import Plan
 from planner.solve import PlanRequest, solve
+from planner.space import Space, read_wishes
 from profiles.errors import DoesNotFit, InputError
 
 OBJECTIVES = ("step-time", "tokens-per-second-per-gpu", "gpu-hours", "cost", "fewest-gpus", "pareto-gpus", "pareto-memory")
@@ -232,28 +233,69 @@ def _solved(request: PlanRequest, goal: Goal, gpus: int) -> Plan | None:
 
 
 def _fewest(request: PlanRequest, goal: Goal, tell: Report) -> Plan:
+    """The first of the usual counts that meets the deadline, then bisection over the legal counts between it and the one before."""
     assert goal.deadline_seconds is not None
     counts = [n for n in gpu_counts(request.job) if least_run_seconds(request.job, goal, n) <= goal.deadline_seconds]
     fastest: Plan | None = None
-    tried = []
+    meets: Plan | None = None
+    below, tried = 0, []
     for i, gpus in enumerate(counts):
         tell(i / len(counts), f"{gpus} GPUs")
         tried.append(gpus)
         plan = _solved(request, goal, gpus)
-        if plan is None:
-            continue
-        if run_seconds(plan, goal) <= goal.deadline_seconds:
-            return noted(
-                plan, f"GPU counts tried: {listed(tried)}; fewer than {counts[0]} cannot meet the deadline at the GPU's peak"
-            )
-        if fastest is None or run_seconds(plan, goal) < run_seconds(fastest, goal):
+        if plan is not None and run_seconds(plan, goal) <= goal.deadline_seconds:
+            meets = plan
+            break
+        below = gpus
+        if plan is not None and (fastest is None or run_seconds(plan, goal) < run_seconds(fastest, goal)):
             fastest = plan
-    most = request.job.cluster.gpus
-    if fastest is None:
-        best_batch(request, goal)
-    raise DoesNotFit(
-        f"no plan on up to {most} GPUs meets the deadline of {goal.deadline_seconds:g} s; allow more GPUs, a later deadline or fewer tokens"
-    )
+    if meets is None:
+        if fastest is None:
+            best_batch(request, goal)
+        raise DoesNotFit(
+            f"no plan on up to {request.job.cluster.gpus} GPUs meets the deadline of {goal.deadline_seconds:g} s; allow more GPUs, a later"
+            " deadline or fewer tokens"
+        )
+    above = tried[-1]
+    between = [
+        n for n in counts_between(request.job, below, above) if least_run_seconds(request.job, goal, n) <= goal.deadline_seconds
+    ]
+    while between:
+        middle = nearest_legal(request, goal, between)
+        if middle is None:
+            break
+        tell(len(tried) / (len(tried) + 1), f"{middle} GPUs")
+        tried.append(middle)
+        plan = _solved(request, goal, middle)
+        if plan is not None and run_seconds(plan, goal) <= goal.deadline_seconds:
+            meets, between = plan, [n for n in between if n < middle]
+        else:
+            between = [n for n in between if n > middle]
+    notes = [f"GPU counts tried: {listed(tried)}; fewer than {min(tried)} cannot meet the deadline at the GPU's peak"]
+    if tried[-1] != above:
+        notes.append(f"between {below} and {above} by bisection over the counts with a legal layout: more are taken to be faster")
+    return noted(meets, *notes)
+
+
+def counts_between(job: Job, below: int, above: int) -> list[int]:
+    """GPU counts strictly between two: whole nodes, and inside a node every number."""
+    per = min(job.cluster.gpus_per_node, job.cluster.gpus)
+    if job.cluster.pools:
+        return []
+    return [*range(below + 1, min(above, per)), *(n for n in range(max(per, (below // per + 1) * per), above, per) if n > below)]
+
+
+def nearest_legal(request: PlanRequest, goal: Goal, counts: Sequence[int]) -> int | None:
+    """The count nearest to the middle of ``counts`` on which some layout is legal; None where there is none."""
+    middle = counts[len(counts) // 2]
+    return next((n for n in sorted(counts, key=lambda n: (abs(n - middle), n)) if _has_layout(request, goal, n)), None)
+
+
+def _has_layout(request: PlanRequest, goal: Goal, gpus: int) -> bool:
+    on = _on(request, gpus)
+    pins, excluded = read_wishes(on.pins), [read_wishes(e) for e in on.exclude]
+    batches = goal.batches or (on.job.global_batch,)
+    return any(Space(replace(on.job, global_batch=b), pins, excluded, offload=on.offload).has_layout for b in batches)
 
 
 def _cheapest(request: PlanRequest, goal: Goal, tell: Report) -> Plan:

@@ -168,6 +168,11 @@ class Space:
         """Every legal prefix that has at least one batch choice."""
         return tuple(self._prefixes())
 
+    @property
+    def has_layout(self) -> bool:
+        """Whether there is a legal prefix at all, which is quicker to say than which."""
+        return next(self._prefixes(), None) is not None
+
     def _prefixes(self) -> Iterator[Prefix]:
         world, model = self.job.cluster.gpus, self.job.model
         experts = model.moe.experts if model.moe else 1

@@ -5,16 +5,29 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from planner.goodput import goodput
-from planner.objectives import Failures, Goal, answer, gpu_counts, read_batches, read_deadline, read_tokens, run_seconds
+from planner.objectives import (
+    Failures,
+    Goal,
+    answer,
+    counts_between,
+    gpu_counts,
+    nearest_legal,
+    read_batches,
+    read_deadline,
+    read_tokens,
+    run_seconds,
+)
 from planner.solve import PlanRequest, solve
 from profiles.errors import DoesNotFit, InputError
 from tests.planner.jobs import job
 
 COUNTS = (1, 2, 4)
+EVERY = (1, 2, 3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +38,13 @@ def request_() -> PlanRequest:
 @pytest.fixture(scope="module")
 def seconds() -> dict[int, float]:
     """The step on 1, 2 and 4 GPUs, planned one by one."""
-    return {n: solve(PlanRequest(job("llama-3.2-1b", f"h100-sxm:1x{n}", 2048, 16), top=0)).step_seconds for n in COUNTS}
+    return {n: solve(PlanRequest(job("llama-3.2-1b", f"h100-sxm:1x{n}", 2048, 16), top=0)).step_seconds for n in EVERY}
 
 
 def test_the_fewest_gpus_are_the_fewest_that_meet_the_deadline(request_, seconds):
-    for deadline, gpus in ((seconds[1] * 1.01, 1), (seconds[1] * 0.99, 2), (seconds[2] * 0.99, 4)):
+    for deadline in (seconds[1] * 1.01, seconds[1] * 0.99, seconds[2] * 0.99, seconds[3] * 0.99):
         plan = answer(request_, Goal("fewest-gpus", deadline_seconds=deadline))
-        assert plan.layout_object.world == gpus
+        assert plan.layout_object.world == min(n for n in EVERY if seconds[n] <= deadline)
         assert plan.certificate.objective == "fewest-gpus"
     with pytest.raises(DoesNotFit, match="deadline"):
         answer(request_, Goal("fewest-gpus", deadline_seconds=seconds[4] * 0.9))
@@ -96,6 +109,24 @@ def test_ranges_give_batches_that_many_layouts_divide():
     with pytest.raises(InputError, match="whole number of sequences"):
         read_batches("1k..2k", 8192, 8)
     assert read_batches("8k..8k", 8192, 8) == (1,)
+
+
+def test_between_the_usual_counts_every_legal_one_is_bisected():
+    """12 nodes of 2: the usual counts go from 12 to 16 GPUs; 14 is tried where 12 are too slow and 14 are not."""
+    of = PlanRequest(job("llama-3.2-1b", "h100-sxm:12x2", 2048, 336), pins="tp=1,cp=1,pp=1", top=0)
+    assert gpu_counts(of.job) == (1, 2, 4, 6, 8, 12, 16, 24)
+    assert counts_between(of.job, 12, 16) == [14]
+    assert counts_between(of.job, 1, 8) == [2, 4, 6]
+    assert counts_between(job("llama-tiny", "h100-sxm:1x8", 512, 8), 1, 8) == [2, 3, 4, 5, 6, 7]
+    fourteen = solve(replace(of, job=replace(of.job, cluster=of.job.cluster.with_gpus(14)))).step_seconds
+    twelve = solve(replace(of, job=replace(of.job, cluster=of.job.cluster.with_gpus(12)))).step_seconds
+    assert fourteen < twelve
+    plan = answer(of, Goal("fewest-gpus", deadline_seconds=(fourteen + twelve) / 2))
+    assert plan.layout_object.world == 14
+    assert "between 12 and 16" in plan.certificate.notes[1]
+    assert nearest_legal(of, Goal(), [14]) == 14
+    odd = replace(of, job=replace(of.job, global_batch=64))
+    assert nearest_legal(odd, Goal(), [14, 18, 22]) is None
 
 
 def test_counts_are_parts_of_a_node_and_then_whole_nodes():
