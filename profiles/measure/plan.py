@@ -66,16 +66,17 @@ def spread_products(dtype: str, bounds: Bounds, *, offset: float = 0.5, held_out
     low, span = math.log2(bounds.smallest), math.log2(bounds.largest / bounds.smallest)
     kept = 0
     for index in range(1, 20000):
-        m, n, k = (_round(2 ** (low + span * ((offset + index / GOLDEN_3**power) % 1))) for power in (1, 2, 3))
+        m, n, k = (_round(2 ** (low + span * ((offset + index / GOLDEN_3**power) % 1)), dtype) for power in (1, 2, 3))
         sample = product(dtype, m, n, k, FORMS[kept % 3], held_out=held_out)
         if _within(sample, bounds):
             kept += 1
             yield sample
 
 
-def _round(side: float) -> int:
-    """To a multiple of an eighth of its power of two, at least 8: sides that tensor cores take, and not only powers of two."""
-    step = max(8, 2 ** (int(math.log2(side)) - 3))
+def _round(side: float, dtype: str) -> int:
+    """To a multiple of an eighth of its power of two, at least 16 bytes: sides that tensor cores take, and not only powers of
+    two."""
+    step = max(16 if dtype == "fp8" else 8, 2 ** (int(math.log2(side)) - 3))
     return max(step, round(side / step) * step)
 
 
