@@ -121,7 +121,10 @@ def program(job: Job, layout: Layout, rank: int) -> Iterator[Trainer]:
         raise InputError("offload", "+".join(layout.offload), "the runtime does not offload", "none")
     moe = job.model.moe
     factor = float(imbalance(job, layout.ep, moe)) if moe is not None else 1.0
-    settings = TrainSettings(seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision)
+    settings = TrainSettings(
+        seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision, lora_rank=job.lora_rank, lora_targets=job.lora_targets,
+        lora_alpha=job.lora_alpha, frozen=job.frozen,
+    )  # fmt: skip
     changes: tuple[tuple[Any, str, Any], ...] = (
         (train, "Mesh", without_fakes(Mesh)),
         (Mesh, "sharding", without_fakes(Mesh.sharding)),

@@ -254,6 +254,16 @@ def grouped(modules: Iterable[nn.Module]) -> dict[Key, list[tuple[str, nn.Parame
     return groups
 
 
+def frozen_pieces(modules: Iterable[nn.Module]) -> Iterator[Piece]:
+    """The boxes that this rank holds of parameters that are not trained."""
+    for module in modules:
+        blocks: dict[str, Block] = module.blocks  # type: ignore[assignment]
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                block = blocks[name]
+                yield Piece(name, block.shape, block.offsets, block.sizes, parameter.data)
+
+
 def make_buckets(modules: Iterable[nn.Module], mesh: Mesh, wide: torch.dtype) -> list[Shards]:
     """The buckets of every parameter of the rank's chunks. ``wide`` is the dtype gradients accumulate in."""
     zero = mesh.layout.zero

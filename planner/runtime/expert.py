@@ -158,6 +158,8 @@ class Dispatcher:
 class Experts(nn.Module):
     """This rank's experts: rows sorted by expert in, results out (partial sums under etp)."""
 
+    scale = 1.0
+
     def __init__(
         self, spec: Moe, hidden: int, layers: int, mesh: Mesh, recompute: Any, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -181,9 +183,17 @@ class Experts(nn.Module):
         self.down_proj = made(hidden, spec.width, 2, 0.02 / (2 * layers) ** 0.5)
 
     def forward(self, x: Tensor, per_expert: list[int]) -> Tensor:
-        up = grouped_linear(x, self.up_proj, per_expert)
-        first, second = (grouped_linear(x, self.gate_proj, per_expert), up) if self.gated else (up, None)
-        return grouped_linear(self.recompute("moe_act", act, first, second, self.kind), self.down_proj, per_expert)
+        up = self._linear(x, "up_proj", per_expert)
+        first, second = (self._linear(x, "gate_proj", per_expert), up) if self.gated else (up, None)
+        return self._linear(self.recompute("moe_act", act, first, second, self.kind), "down_proj", per_expert)
+
+    def _linear(self, x: Tensor, name: str, per_expert: list[int]) -> Tensor:
+        """Each expert's weight, and its adapter where there is one (``adapters``)."""
+        y, a = grouped_linear(x, getattr(self, name), per_expert), getattr(self, f"{name}_lora_a", None)
+        if a is None:
+            return y
+        inner = grouped_linear(x, a, per_expert)
+        return y + grouped_linear(inner, getattr(self, f"{name}_lora_b"), per_expert) * self.scale
 
 
 def grouped_linear(x: Tensor, weight: Tensor, rows: list[int]) -> Tensor:

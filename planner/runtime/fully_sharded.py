@@ -116,6 +116,15 @@ class FullyShardedGroup:
                 yield Piece(name, part.shape, part.offsets, part.sizes, local)
 
 
+def frozen_pieces(decoders: Iterable[nn.Module]) -> Iterator[Piece]:
+    """The boxes that this rank holds of parameters that are not trained."""
+    for decoder in decoders:
+        for name, block, local, start in _locals(decoder):
+            if local.numel() and not decoder.get_parameter(name).requires_grad:
+                part = _rows(block, start, local.shape[0])
+                yield Piece(name, part.shape, part.offsets, part.sizes, local)
+
+
 def make_groups(decoders: Iterable[nn.Module], mesh: Mesh) -> list[FullyShardedGroup]:
     """The groups of every parameter of the rank's chunks."""
     out = []

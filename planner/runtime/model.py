@@ -7,13 +7,14 @@ Parameters have names that do not depend on the layout: layers are numbered thro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cost_models.layout import SPLIT_BACKWARD, Layout, RecomputeRule
+from planner.runtime.adapters import Trained, attach
 from planner.runtime.attention import SelfAttention, Tokens, attend
 from planner.runtime.context import ContextAttention
 from planner.runtime.latent import LatentSelfAttention
@@ -49,6 +50,9 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     balance: Balance
+    trained: Trained = field(default_factory=Trained)
+    frozen_dtype: torch.dtype | None = None
+    """Of what is not trained; None: ``dtype``."""
 
     def norm(self, width: int | None = None) -> Norm:
         block = self.tp.replicated(width or self.model.hidden, init="ones")
@@ -90,9 +94,12 @@ class Decoder(nn.Module):
                 self.norm = build.norm()
             if not model.tied:
                 self.lm_head = _head(build)
+        attach(self, build.trained, tp.size, build.mesh.axis("etp").size, build.dtype, build.frozen_dtype or build.dtype)
         self.blocks: dict[str, Block] = blocks_of(self)
 
-    def forward(self, x: Tensor, tokens: Tokens, labels: Tensor | None = None, later: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: Tokens, labels: Tensor | None = None, later: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> Tensor:
         """``x``: ids [batch, sequence] in the first chunk, else activations. With a head and ``labels`` [batch, sequence]: the
         loss of each token, [sequence * batch]; with a head alone: this rank's part of the logits, [sequence, batch, vocabulary].
         With ``later``, the (ids, labels) that each multi-token-prediction module is given: losses [1 + modules, sequence * batch].
@@ -117,7 +124,7 @@ class Decoder(nn.Module):
     def _logits(self, x: Tensor, again: bool = False) -> Tensor:
         x = self.tp.enter(x)
         if not self.model.tied:
-            return self.lm_head(x)  # type: ignore[no-any-return]
+            return self.lm_head(x)
         return torch.nn.functional.linear(x, self._embedding_again() if again else self.embed_tokens.weight)
 
     def _embedding_again(self) -> Tensor:

@@ -36,19 +36,24 @@ class Schedule:
 class ShardedAdamW:
     """AdamW over this rank's shards: master values (the shards themselves where they are wide enough) and two moments."""
 
-    def __init__(self, shards: Sequence[Shards], wide: torch.dtype, betas: tuple[float, float], eps: float, decay: float) -> None:
-        self.shards = list(shards)
+    def __init__(
+        self, shards: Sequence[Shards], wide: torch.dtype, betas: tuple[float, float], eps: float, decay: float,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.shards, self.device = list(shards), device
         self.masters = [[v if v.dtype == wide else v.to(wide) for v in s.values] for s in self.shards]
         groups = []
         for masters, owner in zip(self.masters, self.shards, strict=True):
             trained = [m for m in masters if m.numel()]
             if trained:
                 groups.append({"params": trained, "weight_decay": decay if owner.decay else 0.0})
+        if not groups:  # a stage of which nothing is trained
+            groups = [{"params": [torch.zeros(0, dtype=wide, device=device)], "weight_decay": 0.0}]
         self.engine = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm: summed over all ranks it is the whole (fp64)."""
-        total = torch.zeros((), dtype=torch.float64, device=self.masters[0][0].device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for owner in self.shards:
             parts = [g for g in owner.gradients if g.numel()]
             if parts and parts[0].is_cpu:

@@ -38,7 +38,7 @@ class Block:
 
     @property
     def decay(self) -> bool:
-        return self.init == "normal"
+        return self.init == "normal" or len(self.shape) > 1
 
 
 def whole(*shape: int, **facts: object) -> Block:

@@ -208,7 +208,9 @@ class Pipeline:
 
     def _backward(self, chunk: Chunk, m: int) -> None:
         x, out = chunk.inputs.pop(m), chunk.outputs.pop(m)
-        torch.autograd.backward(out, self._gradient(chunk, m))
+        gradient = self._gradient(chunk, m)
+        if out.requires_grad:  # nothing of the first chunk may be trained
+            torch.autograd.backward(out, gradient)
         self._join(chunk, m)
         self._give(chunk, m, x)
 
@@ -230,7 +232,8 @@ class Pipeline:
     def _backward_weight(self, chunk: Chunk, m: int) -> None:
         kept = chunk.pending.pop(m)
         if chunk.first:
-            torch.autograd.backward(*kept)
+            if kept[0].requires_grad:
+                torch.autograd.backward(*kept)
         else:
             stage_backward_weight(self._weights(chunk, m), kept[0])
         self._join(chunk, m)

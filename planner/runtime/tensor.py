@@ -97,15 +97,26 @@ class TensorParallel:
 
 
 class Linear(nn.Module):
-    """x W^T + b with the weight that ``block`` says; collectives are the caller's (``enter``, ``leave``)."""
+    """x W^T + b with the weight that ``block`` says, and what an adapter adds (``adapters``); collectives are the caller's
+    (``enter``, ``leave``)."""
+
+    scale = 1.0
 
     def __init__(self, block: Block, bias: Block | None, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = parameter(block, dtype, device)
         self.bias = parameter(bias, dtype, device) if bias is not None else None
+        self.lora_a: nn.Parameter | None = None
+        self.lora_b: nn.Parameter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.adapted(x, F.linear(x, self.weight, self.bias))
+
+    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """``y`` and what the adapter makes of ``x``."""
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        return y + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scale
 
 
 class OutputLinear(Linear):
@@ -116,7 +127,7 @@ class OutputLinear(Linear):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.tp.leave(F.linear(x, self.weight))
+        y = self.tp.leave(self.adapted(x, F.linear(x, self.weight)))
         return y if self.bias is None else y + self.bias
 
 

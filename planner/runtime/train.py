@@ -22,12 +22,13 @@ from torch import Tensor
 
 from cost_models.layout import SPLIT_BACKWARD, Layout
 from planner.runtime import checkpoint, fully_sharded, weights
+from planner.runtime.adapters import Trained
 from planner.runtime.attention import Tokens
 from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.collectives import all_gather, all_reduce, all_reduce_world
 from planner.runtime.context import spans, take
 from planner.runtime.data import Batch, Source, TokenFile, indices_of, shifted
-from planner.runtime.data_parallel import Shards, make_buckets
+from planner.runtime.data_parallel import Piece, Shards, frozen_pieces, make_buckets
 from planner.runtime.loss import IGNORED
 from planner.runtime.mesh import Mesh
 from planner.runtime.metrics import Memory
@@ -68,6 +69,14 @@ class TrainSettings(BaseModel):
     """What the mean loss of the multi-token-prediction modules counts (DeepSeek-V3 section 4.2: 0.3, later 0.1)."""
     bias_rate: float = Field(1e-3, ge=0)
     """How far a selection bias moves in a step (DeepSeek-V3)."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of the adapters that alone are trained; 0 = the model is (``adapters``)."""
+    lora_targets: tuple[str, ...] = ()
+    """Parts of the model whose linear layers carry adapters; empty = all."""
+    lora_alpha: float = Field(0.0, ge=0)
+    """Adapters are scaled by this over their rank; 0 = by one."""
+    frozen: tuple[str, ...] = ()
+    """Parts of the model that are not trained."""
     seed: int = 0
     data: tuple[Path, ...] = ()
     """Folders of ``axisplan data prepare``, or text files (read as bytes)."""
@@ -119,11 +128,12 @@ class Trainer:
         self.sharded = fully_sharded.applies(self.mesh)
         where, stored = (torch.device("meta"), self.wide) if self.sharded else (device, self.dtype)
         self.balance = Balance(settings.balance, settings.balance_coefficient, 1.0 / settings.global_batch)
-        build = Build(model, layout, self.mesh, tp, stored, where, self.balance)
+        trained = Trained(settings.lora_rank, settings.lora_targets, settings.lora_alpha, settings.frozen)
+        build = Build(model, layout, self.mesh, tp, stored, where, self.balance, trained, self.dtype)
         self.decoders = {c: Decoder(build, part) for c, part in parts(layout, model, self.mesh.pp.rank).items()}
         self._tie()
         self.shards = self._shard()
-        self.optimizer = ShardedAdamW(self.shards, self.wide, settings.betas, settings.epsilon, settings.weight_decay)
+        self.optimizer = ShardedAdamW(self.shards, self.wide, settings.betas, settings.epsilon, settings.weight_decay, device)
         self.rate = Schedule(settings.learning_rate, settings.warmup_steps, settings.steps, settings.decay, settings.final_rate)
         last = layout.chunks - 1
         chunks = [Chunk(c, d, c == 0, c == last) for c, d in self.decoders.items()]
@@ -154,6 +164,11 @@ class Trainer:
             fully_sharded.initialise(decoder, self.settings.seed)
         return fully_sharded.make_groups(self.decoders.values(), self.mesh)
 
+    def frozen_pieces(self) -> list[Piece]:
+        """The boxes that this rank holds of what is not trained."""
+        decoders = self.decoders.values()
+        return list(fully_sharded.frozen_pieces(decoders) if self.sharded else frozen_pieces(decoders))
+
     def _before(self, chunk: Chunk, kind: str, microbatch: int) -> None:
         self.balance.recording = kind == "F"
 
@@ -169,7 +184,10 @@ class Trainer:
         rows = [slice(i, i + self.layout.micro_batch) for i in range(0, len(ids), self.layout.micro_batch)]
         return [
             MicroBatch(
-                ids[r], labels[r], Tokens(self.held, None if documents is None else documents[r]), tuple((a[r], b[r]) for a, b in later)
+                ids[r],
+                labels[r],
+                Tokens(self.held, None if documents is None else documents[r]),
+                tuple((a[r], b[r]) for a, b in later),
             )
             for r in rows
         ]
@@ -229,7 +247,7 @@ class Trainer:
             for decoder in self.decoders.values():
                 if str(index) in decoder.layers:
                     router = decoder.layers[str(index)].mlp.gate  # type: ignore[union-attr]
-                    if router.spec.selection_bias:  # type: ignore[union-attr]
+                    if router.spec.selection_bias and router.weight.requires_grad:  # type: ignore[union-attr]
                         router.move_bias(loads, self.settings.bias_rate)  # type: ignore[union-attr,operator]
         return worst
 

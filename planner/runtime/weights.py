@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from planner.runtime import checkpoint
+from planner.runtime.adapters import is_adapter
 from planner.runtime.data_parallel import Piece
 from profiles.errors import InputError
 from profiles.files import write_text
@@ -127,8 +128,8 @@ def load(trainer: Any, folder: Path) -> None:
     files = Folder(folder)
     family, first = trainer.model.family, trainer.model.num_layers
     without = () if files.has(f"layers.{first}.eh_proj.weight") else later_layers(trainer.model)
-    for piece in trainer.optimizer.pieces("parameter"):
-        if not piece.name.startswith(without):
+    for piece in (*trainer.optimizer.pieces("parameter"), *trainer.frozen_pieces()):
+        if not piece.name.startswith(without) and not is_adapter(piece.name):
             piece.tensor.copy_(files.box(piece, family))
     for decoder in trainer.decoders.values():
         for name, buffer in decoder.named_buffers():

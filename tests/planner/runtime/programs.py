@@ -130,14 +130,17 @@ def whole(trainer: Trainer, what: str) -> dict[str, np.ndarray]:
 
 def gradients(
     path: str, layout: str, model: str = "llama", source: dict[str, Any] | None = None, settings: dict[str, Any] | None = None,
-    changes: dict[str, Any] | None = None, force: bool = False,
+    changes: dict[str, Any] | None = None, force: bool = False, after: int = 0,
 ) -> float:  # fmt: skip
-    """One step's loss; rank 0 writes every whole gradient to ``path``. ``force``: every router chooses the first experts alone."""
+    """One step's loss; rank 0 writes every whole gradient to ``path``. ``force``: every router chooses the first experts alone;
+    ``after`` that many steps of training."""
     trainer = trainer_of(model, layout, settings or {}, changes or {})
     for decoder in trainer.decoders.values() if force else ():
         for buffer in decoder.buffers():
             buffer[:4] = 100.0
     data = Synthetic(trainer.model.vocab, trainer.settings.seq_len, **(source or {}))
+    for number in range(after):
+        trainer.step(number, trainer.batch(data, number))
     share = indices_of(0, trainer.settings.global_batch, trainer.layout.dp, trainer.mesh.dp)
     loss = trainer.gradients(data.batch(share))
     dist.all_reduce(loss)
