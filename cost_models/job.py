@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from cost_models.execution import Execution
@@ -36,6 +36,8 @@ class Job:
     precision: str = "bf16"
     optimizer: str = "adamw"
     moe_imbalance: float | None = None
+    routing: tuple[tuple[int, float], ...] = ()
+    """(ep, max / mean tokens of a rank) from a routing histogram, for every ep that divides the experts; it goes before ``moe_imbalance``."""
     margin: float = 0.08
     memory_limit_bytes: float | None = None
     documents: tuple[tuple[int, int], ...] = ()
@@ -48,6 +50,8 @@ class Job:
     """The adapters' output is scaled by ``lora_alpha / lora_rank``; 0 = by one. Costs nothing."""
     frozen: tuple[str, ...] = ()
     """Parts of the model (``PARTS``) that are not trained."""
+    measured: tuple[tuple[float, ...], ...] = ()
+    """Layers measured on the machine, which go before analytic prices: the fields of ``cost_models.measured.MeasuredLayer``."""
 
     def __post_init__(self) -> None:
         """Raises InputError for a part that no model has, and for adapters' settings without a rank."""
@@ -66,6 +70,10 @@ class Job:
             raise InputError(
                 "frozen", ",".join(self.frozen), "goes without LoRA, which freezes every weight but its adapters", None
             )
+
+    def with_imbalance(self, factor: float | None) -> Job:
+        """The same job where the busiest rank of any expert-parallel group has ``factor`` times the mean (None: the default)."""
+        return replace(self, moe_imbalance=factor, routing=())
 
     def trains(self, part: str) -> bool:
         """Whether the weights of a part (their adapters apart) are trained."""

@@ -32,10 +32,15 @@ def expected_distinct(experts: int, top_k: int, groups: Number) -> Number:
 
 
 def imbalance(job: Job, ep: Number, moe: Moe, capacity: Number = 0.0) -> Number:
-    """Tokens of the busiest EP rank over their mean: the job's ``moe_imbalance``; with a capacity factor its padded size; else the
-    expected maximum of ``ep`` sums of ``experts / ep`` loads that vary by ``EXPERT_VARIATION``. 1 where ep = 1."""
-    if job.moe_imbalance is not None:
-        guess: Number = job.moe_imbalance
+    """Tokens of the busiest EP rank over their mean: what the job's ``routing`` says of that ep, else its ``moe_imbalance``, else the
+    expected maximum of ``ep`` sums of ``experts / ep`` loads that vary by ``EXPERT_VARIATION``; with a capacity factor its padded size.
+    1 where ep = 1."""
+    if job.routing:
+        degrees, factors = np.array(job.routing).T
+        at = np.minimum(np.searchsorted(degrees, ep), len(degrees) - 1)
+        guess: Number = factors[at] if isinstance(ep, np.ndarray) else float(factors[at])
+    elif job.moe_imbalance is not None:
+        guess = job.moe_imbalance
     else:
         spread = np.sqrt(2 * np.log(maximum(ep, 1)) * ep / moe.experts)
         guess = 1 + EXPERT_VARIATION * (spread if isinstance(ep, np.ndarray) else float(spread))

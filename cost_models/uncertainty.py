@@ -83,7 +83,7 @@ def guesses(job: Job, layout: Layout) -> tuple[str, ...]:
     for level in job.cluster.levels:
         if any(row.origin == "estimate" for rows in level.link.curves.values() for row in rows):
             out.append(f"collectives over {level.link.name} are estimates")
-    if job.model.moe is not None and layout.ep > 1 and job.moe_imbalance is None:
+    if job.model.moe is not None and layout.ep > 1 and job.moe_imbalance is None and not job.routing:
         out.append("moe_imbalance: the default, no histogram given")
     return tuple(out)
 

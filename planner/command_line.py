@@ -119,6 +119,7 @@ training_options = options(
     click.option("--documents", metavar="LENGTHxCOUNT,...",
                  help="Lengths of the documents that sequences are packed from: 512x1000,4096x20."),
     click.option("--moe-imbalance", type=float, help="Max / mean tokens of an expert-parallel rank."),
+    click.option("--routing", metavar="HISTOGRAM", help="Tokens by expert (.csv, a row a layer, or .json): the imbalance at every ep."),
     click.option("--memory-limit", type=float, metavar="GIB", help="Usable device memory, instead of the GPU's."),
     click.option("--margin", type=float, default=0.08, show_default=True, help="Share of usable memory kept free."),
 )  # fmt: skip
@@ -181,11 +182,13 @@ def make_job(
     lora_alpha: float | None = None,
     frozen: tuple[str, ...] | None = None,
     documents: str | None = None,
+    routing: str | None = None,
 ) -> Job:
     """The Job that the shared options describe."""
     from cost_models.execution import load_execution
     from cost_models.job import GIB, Job
     from cost_models.packing import documents_of
+    from planner.routing import imbalances
     from profiles.hardware import load_cluster
     from profiles.huggingface import load_model
 
@@ -197,11 +200,14 @@ def make_job(
         raise InputError("--memory-limit", memory_limit, "must be GiB above 0", 80)
     if moe_imbalance is not None and not 1 <= moe_imbalance < 1e4:
         raise InputError("--moe-imbalance", moe_imbalance, "is max / mean tokens of a rank, so at least 1", 1)
+    if routing is not None and moe_imbalance is not None:
+        raise InputError("--routing", routing, "goes without --moe-imbalance: the histogram says it", None)
     spec = load_cluster(cluster)
     if gpus is not None:
         spec = spec.with_gpus(gpus)
+    shapes = load_model(model)
     return Job(
-        model=load_model(model),
+        model=shapes,
         cluster=spec,
         execution=load_execution(execution, read_facts(facts)),
         seq_len=seq_len,
@@ -216,6 +222,7 @@ def make_job(
         lora_alpha=lora_alpha or 0.0,
         frozen=frozen or (),
         documents=documents_of(documents) if documents else (),
+        routing=imbalances(routing, shapes) if routing is not None else (),
     )
 
 

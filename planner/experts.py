@@ -315,9 +315,18 @@ def zipf(experts: int, exponent: float, tokens: float = 1.0) -> list[float]:
     return [tokens * r / sum(raw) for r in raw]
 
 
+def plain_imbalance(loads: Sequence[float], ep: int) -> float:
+    """Max / mean tokens of a rank where expert e sits on rank e // (experts / ep); 1 where nothing is routed."""
+    each = len(loads) // ep
+    total = sum(loads)
+    return max(sum(loads[n * each : (n + 1) * each]) for n in range(ep)) * ep / total if total else 1.0
+
+
 def imbalance(rows: Sequence[Sequence[float]], ep: int, redundant: int = 0, *, optimised: bool = True) -> float:
     """Max / mean tokens of an expert-parallel rank, the mean over layers; in plain order, or in the best placement found."""
     if ep == 1:
         return 1.0
+    if not optimised and not redundant:
+        return sum(plain_imbalance(row, ep) for row in rows) / len(rows)
     placed = [place(row, ep, redundant) for row in rows]
     return sum(p.imbalance if optimised else p.plain_imbalance for p in placed) / len(placed)

@@ -216,8 +216,8 @@ def check(job: Job, layout: Layout | str) -> dict[str, Any]:
         document["binding"] = {
             "stage": int(worst.stage), "category": binding_category(worst), "over_bytes": max(0, int(over)), "headroom_bytes": int(-over),
         }  # fmt: skip
-        if not inside and job.model.moe is not None and job.moe_imbalance != 1:
-            document["binding"]["fits_if_balanced"] = bool(fits(replace(job, moe_imbalance=1.0), layout)[0])
+        if not inside and job.model.moe is not None and (job.routing or job.moe_imbalance != 1):
+            document["binding"]["fits_if_balanced"] = bool(fits(job.with_imbalance(1.0), layout)[0])
     return document
 
 

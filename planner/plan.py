@@ -100,6 +100,8 @@ class JobRecord(Record):
     frozen: list[str] = Field(default_factory=list)
     documents: list[list[int]] = Field(default_factory=list)
     """[length, count] of the documents that sequences are packed from."""
+    routing: list[tuple[int, float]] = Field(default_factory=list)
+    """[ep, max / mean tokens of a rank] of the routing histogram."""
 
 
 class Plan(Record):
@@ -289,7 +291,7 @@ def job_record(job: Job) -> JobRecord:
         seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision, optimizer=job.optimizer,
         moe_imbalance=job.moe_imbalance, margin=job.margin, memory_limit_bytes=job.memory_limit_bytes,
         lora_rank=job.lora_rank, lora_targets=list(job.lora_targets), lora_alpha=job.lora_alpha, frozen=list(job.frozen),
-        documents=[list(d) for d in job.documents],
+        documents=[list(d) for d in job.documents], routing=list(job.routing),
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ from profiles.errors import InputError
 
 PLAN_EXAMPLE = f"""axisplan plan {EXAMPLE_JOB} --out plan.json
 axisplan plan llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 8k --global-batch 2048 --prove
-axisplan plan llama-3-8b --cluster h100-sxm:64x8 --seq-len 8k --global-batch 4M..8M --objective fewest-gpus --tokens 1T --deadline 30d"""
+axisplan plan llama-3-8b --cluster h100-sxm:64x8 --seq-len 8k --global-batch 4M..8M --objective fewest-gpus --tokens 1T --deadline 30d
+axisplan plan mixtral-8x7b --cluster h100-sxm:8x8 --seq-len 4k --global-batch 512 --routing histogram.csv"""
 wish_options = options(
     click.option("--pin", "pins", default="", metavar="KEY=VALUE,...", help="Fix or cap keys of the layout, e.g. tp=8,pp<=4."),
     click.option("--exclude", multiple=True, metavar="KEY=VALUE,...", help="Leave out layouts that have all of these values."),
@@ -53,6 +54,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
 
     from planner import screen, screen_whatif
     from planner.objectives import answer
+    from planner.routing import with_routing
     from planner.solve import PlanRequest
 
     wishes = {key: options.pop(key) for key in ("pins", "exclude", "top", "similar", "tie", "prove", "offload")}
@@ -67,6 +69,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
             found = answer(request, goal, show)
     else:
         found = answer(request, goal)
+    found = with_routing(found)
     if out:
         found.save(out)
     if as_json:

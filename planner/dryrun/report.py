@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cost_models.job import Job
@@ -91,7 +91,7 @@ def run_rank(job: Job, layout: Layout, rank: int, steps: int = 2) -> DryRun:
     began = time.process_time()
     found = trace(job, layout, rank, steps)
     stage = layout.coordinates(rank)["pp"]
-    formula = step_formula(replace(job, moe_imbalance=exact_factor(job, layout)), layout, stage)
+    formula = step_formula(job.with_imbalance(exact_factor(job, layout)), layout, stage)
     alike = next(group for group in alike_stages(job, layout) if stage in group)
     return DryRun(stage, alike, found, formula, tuple(compare(formula, found)), time.process_time() - began)
 

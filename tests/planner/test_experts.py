@@ -5,12 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from cost_models.layout import Layout
+from cost_models.memory import stage_memory
+from cost_models.moe_ops import imbalance as busiest
+from cost_models.step import estimate
 from planner.experts import imbalance, place, read_histogram, zipf
-from planner.routing import place_layers
+from planner.routing import imbalances, place_layers
 from profiles.errors import InputError
+from tests.planner.jobs import decoder, job
 
 
 def brute_force(loads: tuple[int, ...], ep: int, redundant: int) -> float:
@@ -108,3 +115,52 @@ def test_counts_that_do_not_divide_are_refused_with_the_nearest():
     for given in ((None, None, 64), (None, 0.5, None)):
         with pytest.raises(InputError):
             place_layers(*given, 8, 0)
+
+
+def test_a_histogram_gives_the_imbalance_of_every_ep_with_experts_in_order(tmp_path):
+    """Layers 6 1 1 0 and 2 2 2 2 of four experts: at ep 2 the busiest rank has 7 and 4 of a mean of 4, at ep 4 6 and 2 of 2."""
+    file = tmp_path / "routing.csv"
+    file.write_text("e0,e1,e2,e3\n6,1,1,0\n2,2,2,2\n", encoding="utf-8")
+    model = decoder(experts=4)
+    assert imbalances(file, model) == ((1, 1.0), (2, (7 / 4 + 1) / 2), (4, (3 + 1) / 2))
+    with pytest.raises(InputError, match="4 experts"):
+        imbalances(file, decoder(experts=8))
+    with pytest.raises(InputError, match="no experts"):
+        imbalances(file, decoder())
+
+
+def test_a_histogram_costs_a_layout_what_its_own_ep_is_worth():
+    routing = ((1, 1.0), (2, 1.3), (4, 1.7))
+    plain = job(decoder(experts=4, hidden=256, width=512), "h100-sxm:1x4", 1024, 16)
+    routed = replace(plain, routing=routing)
+    for ep, factor in routing:
+        layout = Layout(ep=ep, dp_shard=4, zero=1)
+        as_said = estimate(plain.with_imbalance(factor), layout)
+        assert estimate(routed, layout).step_seconds == as_said.step_seconds
+        assert [s.needed for s in stage_memory(routed, layout)] == [s.needed for s in as_said.memory]
+    degrees = np.array([1, 2, 4, 2])
+    assert list(busiest(routed, degrees, plain.model.moe)) == [1.0, 1.3, 1.7, 1.3]
+    assert "moe_imbalance: the default, no histogram given" not in estimate(routed, Layout(ep=4, dp_shard=4)).guessed
+
+
+def test_a_plan_with_a_histogram_avoids_the_degree_that_it_makes_slow(tmp_path, invoke):
+    """All tokens go to the first two of eight experts: expert parallelism would leave ranks idle."""
+    file = tmp_path / "routing.json"
+    base = ["plan", "mixtral-8x7b", "--cluster", "h100-sxm:2x8", "--seq-len", "4k", "--global-batch", "64", "--top", "0", "--json"]
+
+    def planned(*more: str) -> dict:
+        code, out, err = invoke(*base, "--pin", "tp=1,pp=1,cp=1", *more)
+        assert code == 0, err
+        return json.loads(out)
+
+    file.write_text(json.dumps([1] * 8), encoding="utf-8")
+    even = planned("--routing", str(file))
+    assert even["layout"]["ep"] > 1
+    assert even["estimate"]["step_seconds"] == pytest.approx(planned("--moe-imbalance", "1")["estimate"]["step_seconds"])
+    assert "1.00 times the mean" in even["certificate"]["notes"][-1]
+    file.write_text(json.dumps([4, 4, 0, 0, 0, 0, 0, 0]), encoding="utf-8")
+    skewed = planned("--routing", str(file))
+    assert skewed["job_settings"]["routing"] == [[1, 1.0], [2, 2.0], [4, 4.0], [8, 4.0]]
+    assert skewed["estimate"]["step_seconds"] > even["estimate"]["step_seconds"]
+    code, _, err = invoke(*base, "--routing", str(file), "--moe-imbalance", "1.2")
+    assert code == 2 and "--moe-imbalance" in err
