@@ -8,12 +8,16 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from cost_models.arrays import maximum, minimum
+from cost_models.arrays import maximum, minimum, where
+from cost_models.fully_sharded import Units, by_unit
 from cost_models.job import Job
-from cost_models.layer_cost import Degrees, LayerCost, Local
+from cost_models.layer_cost import LayerCost, Local
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import Layout, RecomputeRule
+from cost_models.measured import measured_saved
 from cost_models.recompute import kept_bytes
+from cost_models.stage_states import unit_holding
+from cost_models.state_bytes import shards
 from profiles.operations import Number
 
 
@@ -30,6 +34,11 @@ class ChunkMemory:
     largest: Number = 0
     left: Number = 0
     """What an input-gradient pass that frees nothing leaves beyond ``kept`` (``Execution.split_backward_keeps_graph``)."""
+    passing: Number = 0
+    """The most beyond that while it runs."""
+    ending: Number = 0
+    """The most beyond ``kept`` and ``left`` in the weight-gradient pass: at its end, when its gradients wait to be taken; in the
+    first chunk, whose input-gradient pass is empty, a whole backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +73,20 @@ def _runs(pattern: tuple[int, ...], pp: int, vpp: int, stages: tuple[int, ...], 
 def chunk_memory(job: Job, layout: Layout, chunk: int) -> ChunkMemory:
     """The memory of ``chunk`` under ``layout``."""
     first, last = chunk == 0, chunk == layout.chunks - 1
-    return assemble(job, layout, runs_of(job, layout, chunk), first=first, last=last, boundary=not last)
+    once = layout.microbatches(job.global_batch) == 1
+    return assemble(job, layout, runs_of(job, layout, chunk), first=first, last=last, boundary=not last, once=once)
 
 
-def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, last: bool, boundary: bool) -> ChunkMemory:
+def assemble(
+    job: Job, degrees: Any, runs: Iterable[Run], *, first: bool, last: bool, boundary: bool, once: bool = False
+) -> ChunkMemory:
     """A chunk of ``runs`` layers; ``first`` holds the embedding, ``last`` head and MTP modules, ``boundary`` sends its output on.
+    ``once``: the step has a single microbatch.
 
     Backward goes from the last layer to the first: while a layer runs, what later layers (and the head) kept is free again, and
     the layer's own recomputed tensors and gradients exist beside what is kept.
     """
+    runs = tuple(runs)
     kept: Number = 0
     weight_pass: Number = 0
     largest: Number = 0
@@ -87,7 +101,7 @@ def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, la
             loss = tail.transient if loss is None else maximum(loss, tail.transient - freed)
             freed = freed + tail.kept
     together = job.execution.recompute_unit
-    for run in reversed(tuple(runs)):
+    for run in reversed(runs):
         unit = unit_memory(job, degrees, run.kind, run.rule)
         if run.rule.mode == "full":
             total = unit.kept * -(-run.count // together)
@@ -103,26 +117,94 @@ def assemble(job: Job, degrees: Degrees, runs: Iterable[Run], *, first: bool, la
         kept = kept + unit_memory(job, degrees, "embedding").kept
     if boundary and job.execution.pipeline_output_kept:
         kept = kept + unit_memory(job, degrees, "boundary").kept
-    left = maximum(weight_pass - kept, 0) if job.execution.split_backward_keeps_graph else 0
-    return ChunkMemory(kept, weight_pass, loss, backward, largest, left)
+    if by_unit(job, degrees):
+        sharded = _unit_by_unit(job, degrees, runs, kept, first=first, last=last, once=once)
+        ways, _ = shards(degrees)
+        backward = where(ways > 1, sharded[1], backward)
+        loss = None if loss is None else where(ways > 1, sharded[0], loss)
+    if not job.execution.split_backward_keeps_graph:
+        return ChunkMemory(kept, weight_pass, loss, backward, largest, ending=backward)
+    if first:
+        return ChunkMemory(kept, kept, loss, backward, largest, ending=backward)
+    return ChunkMemory(
+        kept,
+        weight_pass,
+        loss,
+        backward,
+        largest,
+        weight_pass - kept,
+        unit_memory(job, degrees, "passing").kept,
+        weight_gradients(job, degrees, runs, last=last) - weight_pass,
+    )
+
+
+def weight_gradients(job: Job, degrees: Any, runs: Iterable[Run], *, last: bool) -> Number:
+    """Bytes of the gradients that autograd makes for all weights of a chunk."""
+    count: Number = sum(unit_holding(job, degrees, run.kind)[1].all * run.count for run in runs)
+    if last:
+        count = count + unit_holding(job, degrees, "head")[1].all
+    return count * job.execution.weight_gradient_bytes * (2 if job.precision == "fp32" else 1)
+
+
+def _unit_by_unit(
+    job: Job, degrees: Any, runs: tuple[Run, ...], kept: Number, *, first: bool, last: bool, once: bool
+) -> tuple[Number, Number]:
+    """``ChunkMemory``'s (loss, backward) where ZeRO-3 gathers and reduces unit by unit, whole parameters and gradients included.
+
+    The states hold all reduced gradients; in the backward of a step's only microbatch (``once``) those of layers still to come do
+    not exist yet.
+    """
+    units = Units(job, degrees, first, last)
+    freed: Number = 0
+    missing: Number = 0
+    loss: Number = 0
+    if once:
+        missing = units.reduced_ends + sum(units.reduced(run.kind) * run.count for run in runs)
+    if last:
+        tail = unit_memory(job, degrees, "head")
+        loss = units.at_loss(runs[-1].kind, tail.transient) - missing if runs else tail.transient
+        freed = tail.kept
+    backward: Number = units.reducing_ends - kept
+    behind: Number = 0
+    for place in range(len(runs) - 1, -1, -1):
+        run = runs[place]
+        unit = unit_memory(job, degrees, run.kind, run.rule)
+        again = unit.saved - unit.kept if run.rule.mode == "full" else maximum(unit.saved - unit.kept, 0)
+        beside = units.throughout + units.whole(run.kind)
+        for number in range(min(run.count, 3)):  # the first, the one behind it, and the last, behind which another run lies
+            done = number if number < 2 else run.count - 1
+            following = run.kind if done < run.count - 1 else runs[place - 1].kind if place else None
+            ahead = 0 if following is None else units.ahead(following)
+            gone = freed + unit.kept * done
+            absent = missing - units.reduced(run.kind) * done if once else 0
+            backward = maximum(backward, again + unit.waiting - gone + beside + ahead + behind - absent)
+            behind = units.behind(run.kind)
+        freed = freed + unit.kept * run.count
+        missing = missing - units.reduced(run.kind) * run.count if once else 0
+        backward = maximum(backward, units.reducing(run.kind) + unit.stream - freed - missing)
+    return loss, backward
 
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
     """A layer kind under a recompute rule, or an end of the model, per microbatch on one rank: bytes ``kept``, ``saved`` without
-    recompute, held for the weight pass, and the most that exists beyond them."""
+    recompute, held for the weight pass, and the most that exists beyond them (``waiting``: where weight gradients wait for each
+    other); its input's gradient (``stream``)."""
 
     kept: Number
     saved: Number
     weight_pass: Number
     transient: Number
+    waiting: Number
+    stream: Number
 
 
 PLAIN = RecomputeRule(0, None, "none")
 
 
 def unit_memory(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule = PLAIN) -> UnitMemory:
-    """The memory of a layer kind by its index, or of ``embedding``, ``head``, ``mtp``, or the ``boundary`` tensor between stages.
+    """The memory of a layer kind by its index, or of ``embedding``, ``head``, ``mtp``, of the ``boundary`` tensor between stages, or
+    of what is ``passing`` where the gradients of a layer's input come together: two of them and their sum, over TP.
 
     Remembered: by the fields of a ``Layout`` that matter to it, or by the arrays themselves (``memory_bulk.LayoutArrays``).
     """
@@ -138,13 +220,21 @@ def _unit(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule) -> UnitM
     if unit == "boundary":
         local = Local(job, degrees)
         size = local.split_tokens * job.model.hidden * local.bytes
-        return UnitMemory(size, size, 0, 0)
+        return UnitMemory(size, size, 0, 0, 0, 0)
+    if unit == "passing":
+        local = Local(job, degrees)
+        size = (1 if job.execution.fused_qkv else 3) * local.tokens * job.model.hidden * local.bytes
+        return UnitMemory(size, size, 0, 0, 0, 0)
     cost = unit_cost(job, degrees, unit)
+    kept = kept_bytes(cost, rule, degrees.tp, discards_outputs=job.execution.discards_outputs)
+    kept, saved = measured_saved(job, degrees, unit, rule, kept, cost.saved_bytes)
     return UnitMemory(
-        kept_bytes(cost, rule, degrees.tp, discards_outputs=job.execution.discards_outputs),
-        cost.saved_bytes,
+        kept,
+        saved,
         cost.retained_bytes if job.execution.split_backward_keeps_graph else cost.weight_pass_bytes,
         cost.transient,
+        cost.waiting,
+        cost.input_bytes,
     )
 
 

@@ -127,7 +127,7 @@ def attention_operations(local: Local, mixer: Attention, *, entry: Entry, post_n
         products=products,
         free=size * (query_width + kv_width + value_width + output_width),
     )
-    return b.residual("attention", post_norm=post_norm, transient=gradients, reduce=leave)
+    return b.residual("attention", post_norm=post_norm, gradients=gradients, reduce=leave)
 
 
 def latent_attention_operations(local: Local, mixer: LatentAttention, *, entry: Entry, post_norm: bool) -> LayerCost:
@@ -165,7 +165,7 @@ def latent_attention_operations(local: Local, mixer: LatentAttention, *, entry: 
     output = heads * mixer.value_dim
     last = (size * mixer.value_dim, h * output)
     gradients = b.backward_peak((inner, 0), core, last, products=0, free=inner + size * mixer.value_dim)
-    return b.residual("attention", post_norm=post_norm, transient=gradients)
+    return b.residual("attention", post_norm=post_norm, gradients=gradients)
 
 
 def _attend(b: Builder, heads: Number, kv: Number, qk_dim: int, v_dim: int, window: int | None, chunk: int | None) -> None:

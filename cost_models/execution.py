@@ -130,6 +130,9 @@ class Execution(TimeFacts):
     """ZeRO-2: bytes of the bucket in which whole gradients gather before they are reduced (0: a layer's)."""
     reshard_with_pipeline: bool = True
     """ZeRO-3 releases gathered parameters after forward also under pipeline parallelism."""
+    reduces_by_unit: bool = False
+    """ZeRO-3 gathers and reduces whole units in FSDP2's order (``cost_models.fully_sharded``), which then stands for
+    ``gathered_units`` and ``unsharded_gradient_units``; schedules that split the backward hold all units gathered for the step."""
     gathered_root: bool = True
     """Embedding, final norm and head form one unit that stays gathered through the step under ZeRO-3."""
     optimizer_temporary_bytes: float = 0.0

@@ -19,6 +19,8 @@ Entry = Literal["norm", "input", "shared", "again"]
 """How a block starts: with a norm; with the residual stream; on what another block of its layer normed and gathered; or on what
 another block normed, gathering it again."""
 
+LOSS = ("logits", "loss_statistics")
+"""Kept tensors of the loss."""
 LOW_PRECISION = ("fp8", "mxfp8", "nvfp4")
 """Precisions whose linear layers run in fewer than 16 bits; attention, router and head stay in bf16."""
 
@@ -74,6 +76,11 @@ class LayerCost:
     input_bytes: Number = 0
     """The layer's own input, which full recompute keeps instead of everything in ``saved``."""
     transient: Number = 0
+    waiting: Number = 0
+    """The same where the layer's weight gradients wait for each other (``Execution.reduces_by_unit``)."""
+    left: Number = 0
+    """What the backward of a block leaves beside the blocks before it, then: its weight gradients; for experts, which are reduced
+    apart, the reduction's input less the parameters let go."""
 
     @property
     def saved_bytes(self) -> Number:
@@ -98,9 +105,10 @@ class LayerCost:
 
     @property
     def retained_bytes(self) -> Number:
-        """The same where the pass between keeps the whole graph: everything saved, and the gradients of norms' outputs as well."""
+        """The same where the pass between keeps the whole graph: everything saved but the loss's (it lies above all weights), and
+        the gradients of norms' outputs as well."""
         norms = sum(s.bytes for s in self.saved if s.name.endswith("_norm_input"))
-        return self.saved_bytes + self.output_gradient_bytes + norms
+        return sum(s.bytes for s in self.saved if s.name not in LOSS) + self.output_gradient_bytes + norms
 
     def operations(self) -> tuple[Operation, ...]:
         return self.forward + self.backward_input + self.backward_weight
@@ -114,7 +122,19 @@ class LayerCost:
             self.saved + other.saved,
             self.input_bytes,
             maximum(self.transient - other.saved_bytes, other.transient),
+            maximum(self.waiting - other.saved_bytes + other.left, other.waiting),
+            self.left + other.left,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Bytes of a block's own gradients at its backward's fullest: ``most`` where each weight's is taken away at once, ``waiting``
+    and ``left`` as in ``LayerCost``."""
+
+    most: Number
+    waiting: Number
+    left: Number
 
 
 @dataclass(frozen=True)
@@ -187,7 +207,7 @@ class Builder:
     _backward_weight: list[Operation] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
 
-    def done(self, input_bytes: Number = 0, transient: Number = 0) -> LayerCost:
+    def done(self, input_bytes: Number = 0, transient: Number = 0, waiting: Number | None = None, left: Number = 0) -> LayerCost:
         return LayerCost(
             tuple(self.forward),
             tuple(reversed(self._backward_input)),
@@ -195,7 +215,20 @@ class Builder:
             tuple(self.saved),
             input_bytes,
             transient,
+            transient if waiting is None else waiting,
+            left,
         )
+
+    @property
+    def weights(self) -> Number:
+        """Elements of the weights whose gradients the block makes."""
+        total: Number = 0
+        for op in self._backward_weight:
+            if isinstance(op, Matmul):
+                total = total + op.m * op.n
+            elif isinstance(op, GroupedMatmul):
+                total = total + op.groups * op.n * op.k
+        return total
 
     def keep(self, name: str, bytes: Number, *, weight: bool = False, module: str | None = None) -> None:
         self.saved.append(Saved(name, bytes, module or self.module, weight))
@@ -322,7 +355,7 @@ class Builder:
 
     def backward_peak(
         self, entering: tuple[Number, Number], core: Number, leaving: tuple[Number, Number], *, products: int, free: Number
-    ) -> Number:
+    ) -> Gradients:
         """The most bytes of gradients alive in a block's backward, beyond what it saved, the residual stream's apart.
 
         Three moments: the last linear layer's (``leaving``: bytes of its input, elements of its weight), with its output's gradient
@@ -333,8 +366,17 @@ class Builder:
         whole = local.tokens * local.model.hidden * local.bytes
         gathered = where(local.sp > 1, whole, 0)
         last = gathered + leaving[0] + self.weight_gradient(leaving[1])
-        first = entering[0] - free + min(products, 2) * whole + self.weight_gradient(entering[1])
-        return maximum(maximum(last, core), first)
+        before = self.weight_gradient(leaving[1])
+        first = entering[0] - free + min(products, 2) * whole
+        every = self.weight_gradient(self.weights)
+        end = every + min(max(products, 1), 2) * whole - sum(s.bytes for s in self.saved)
+        waiting = maximum(maximum(last, core + before), maximum(first + (every if products else before), end))
+        return Gradients(maximum(maximum(last, core), first + self.weight_gradient(entering[1])), waiting, every)
+
+    def gradients(self, most: Number) -> Gradients:
+        """A block of which only the fullest moment is known: its weight gradients may all exist then."""
+        every = self.weight_gradient(self.weights)
+        return Gradients(most, most + every, every)
 
     def weight_gradient(self, elements: Number) -> Number:
         """Bytes of a fresh weight gradient; none where the product accumulates (or has its lasting dummy)."""
@@ -342,10 +384,10 @@ class Builder:
         each = 0.0 if execution.dummy_weight_gradients else execution.weight_gradient_bytes
         return each * self.local.bytes / 2 * elements
 
-    def residual(self, block: str, *, post_norm: bool, transient: Number, reduce: bool = True) -> LayerCost:
+    def residual(self, block: str, *, post_norm: bool, gradients: Gradients, reduce: bool = True) -> LayerCost:
         """End of a block: out of the TP region (``reduce``), an optional norm behind the block, dropout, the residual addition.
 
-        ``transient``: bytes of the block's own gradients at its backward's fullest; the residual stream's gradient is added."""
+        ``gradients``: the block's own; the residual stream's is added."""
         local = self.local
         size = local.split_tokens * local.model.hidden
         if reduce:
@@ -357,7 +399,8 @@ class Builder:
             self.keep(f"{block}_dropout_mask", size)
         traffic = size * (3 * local.bytes + (4 if dropout else 0))
         self.pointwise(f"{block}_residual", traffic, traffic)
-        return self.done(size * local.bytes, transient + size * local.bytes)
+        stream = size * local.bytes
+        return self.done(stream, gradients.most + stream, gradients.waiting + stream, gradients.left)
 
     def linear_input(self, name: str, elements: Number, *, kept: bool) -> None:
         """The kept input of a linear layer: nothing new where a 16-bit tensor of the same values is ``kept`` already and serves."""

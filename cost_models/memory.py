@@ -144,8 +144,11 @@ def _moments(
     kept = float(sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot))
     running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
     losses = [float(c.loss) for c in running if c.loss is not None]
-    most = max(max(float(c.backward), float(c.left) if split else 0.0) for c in running)
-    out = [(kept, most + gathered[1], "backward of a layer")]
+    if split:
+        out = [(kept, float(max(c.left + c.passing for c in running)), "input gradients of a chunk")]
+        out.append((kept, float(max(c.left + c.ending for c in running)) + gathered[1], "weight gradients of a chunk"))
+    else:
+        out = [(kept, max(float(c.backward) for c in running) + gathered[1], "backward of a layer")]
     if losses:
         out.append((kept, max(losses) + gathered[0], "loss"))
     return out

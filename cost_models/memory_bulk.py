@@ -158,7 +158,7 @@ def _needed(job: Job, arrays: LayoutArrays, microbatches: int) -> Floats:
             first, last = chunk == 0, chunk == layout.chunks - 1
             key = (runs_of(job, layout, chunk), first, last)
             if key not in chunk_cache:
-                chunk_cache[key] = assemble(job, arrays, key[0], first=first, last=last, boundary=not last)
+                chunk_cache[key] = assemble(job, arrays, key[0], first=first, last=last, boundary=not last, once=microbatches == 1)
             chunks[chunk] = chunk_cache[key]
             shape.append(key)
         if tuple(shape) not in alike:
@@ -190,7 +190,12 @@ def _peak(
             kept = kept + alive * chunks[c].kept + (held * chunks[c].weight_pass if held else 0)
         running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
         split = layout.schedule in ZERO_BUBBLE
-        beyond = gathered[1] + _most([maximum(c.backward, c.left) if split else c.backward for c in running])
+        if split:
+            beyond = maximum(
+                _most([c.left + c.passing for c in running]), gathered[1] + _most([c.left + c.ending for c in running])
+            )
+        else:
+            beyond = gathered[1] + _most([c.backward for c in running])
         losses = [c.loss for c in running if c.loss is not None]
         if losses:
             beyond = maximum(beyond, _most(losses) + gathered[0])

@@ -19,7 +19,7 @@ def mlp_operations(local: Local, ffn: Mlp, *, entry: Entry, post_norm: bool) -> 
     pieces = 1 if local.execution.fused_gate_up else up
     weight = width * h
     gradients = b.backward_peak((up * inner, weight * up // pieces), core, (inner, weight), products=pieces, free=(up + 1) * inner)
-    return b.residual("mlp", post_norm=post_norm, transient=gradients)
+    return b.residual("mlp", post_norm=post_norm, gradients=gradients)
 
 
 def projections(b: Builder, name: str, tokens: Number, h: int, width: Number, *, gated: bool) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cost_models.arrays import ceil_div, maximum, where
 from cost_models.job import Job
-from cost_models.layer_cost import Builder, Entry, LayerCost, Local
+from cost_models.layer_cost import Builder, Entry, Gradients, LayerCost, Local
 from cost_models.mlp_ops import activation, activation_gradients, projections
 from profiles.model import Moe
 from profiles.operations import Number
@@ -91,12 +91,13 @@ def moe_operations(local: Local, ffn: Moe, *, entry: Entry, post_norm: bool) -> 
     b.pointwise("unpermute", permute, permute, 2 if execution.permute_fusion else 5)
     b.collective("forward", "all_gather", "tp", whole, "moe_all")
     gradients = _backward_peak(b, ffn, rows, width, sent * size)
-    return b.residual("moe", post_norm=post_norm, transient=gradients, reduce=False)
+    return b.residual("moe", post_norm=post_norm, gradients=gradients, reduce=False)
 
 
-def _backward_peak(b: Builder, ffn: Moe, rows: Number, width: Number, sent: Number) -> Number:
+def _backward_peak(b: Builder, ffn: Moe, rows: Number, width: Number, sent: Number) -> Gradients:
     """The most bytes of gradients alive in the backward beyond what was saved: weighing the results (the gradient of ``sent`` bytes and
     copies of it), bringing them to the experts, the experts' last, middle and first layer. Kept results are free after the first.
+    Where gradients wait, the experts' are reduced apart: that moment comes after the first layer's.
     """
     local, execution, h = b.local, b.local.execution, b.local.model.hidden
     size = local.bytes
@@ -109,11 +110,22 @@ def _backward_peak(b: Builder, ffn: Moe, rows: Number, width: Number, sent: Numb
     bring = (1 + execution.moe_buffers) * rows * h * size - free + normed
     last = rows * (h + width) * size + b.weight_gradient(matrix) - free
     middle = activation_gradients(local, rows, width, gated=ffn.gated) - free
-    first = (pieces * rows * h - rows * width) * size + b.weight_gradient(matrix * up // pieces) - free
+    first = (pieces * rows * h - rows * width) * size - free
     beside = 0
     if ffn.shared_width:  # its backward comes first: its saved tensors are free, its input's gradient waits
         beside = local.split_tokens * h * size - sum(s.bytes for s in b.saved if s.name in ("shared_hidden", "shared_product"))
-    return maximum(maximum(weigh, bring), maximum(maximum(last, middle), first)) + beside
+    most = maximum(maximum(maximum(weigh, bring), last), maximum(middle, first + b.weight_gradient(matrix * up // pieces)))
+
+    dense = b.weight_gradient(b.weights - (1 + up) * matrix)
+    gathered, reduced = (
+        (1 + up) * matrix * (4 if size == 4 else each) for each in (execution.gather_bytes, execution.reduce_bytes)
+    )
+    every = b.weight_gradient((1 + up) * matrix)
+    inner = sum(s.bytes for s in b.saved if s.name in ("experts_input", "experts_hidden", "experts_product"))
+    reducing = rows * h * size - free - inner + every + reduced - gathered
+    waiting = maximum(maximum(weigh, bring), maximum(last, middle + b.weight_gradient(matrix)))
+    waiting = maximum(waiting, maximum(first + every, reducing)) + beside + (dense if ffn.shared_width else 0)
+    return Gradients(most + beside, waiting, dense + reduced - gathered)
 
 
 def own_tokens(local: Local) -> Number:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from cost_models.arrays import maximum, minimum, where
+from cost_models.fully_sharded import by_unit, keeps_gathered
 from cost_models.job import Job
 from cost_models.layer_cost import Local
 from cost_models.stage_states import stage_units, tensors, unit_holding
@@ -24,11 +25,12 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
     """(at the loss, in the backward of a layer): whole parameters and gradients under ZeRO-2 and 3.
 
     ZeRO-3 gathers the ends' unit (embedding, final norm, head) for the step, one layer at the loss and ``gathered_units`` in the
-    backward, or keeps every layer of the rank under a pipeline that does not reshard. In the backward the head's gradient waits
+    backward, or keeps every layer of the rank under a pipeline that does not reshard; where it goes unit by unit, the chunk's
+    own backward has it all (``fully_sharded``). In the backward the head's gradient waits
     for the ends' unit, and the gradients of ``unsharded_gradient_units`` layers exist before they are reduced; where a pipeline
     reduces once a step, those of the whole stage.
     """
-    if layout.zero < 2:
+    if layout.zero < 2 or by_unit(job, layout):
         return 0, 0
     execution = job.execution
     wide = 4.0 if job.precision == "fp32" else execution.gather_bytes
@@ -51,7 +53,7 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
         backward = minimum(reduced * (every + ends), execution.unsharded_gradient_units * execution.gradient_bucket_bytes)
     if layout.zero == 3:
         root, root_gradient = (wide * ends, wide * head) if execution.gathered_root else (0, 0)
-        kept = layout.pp > 1 and not execution.reshard_with_pipeline
+        kept = keeps_gathered(job, layout)
         if execution.accumulates_unsharded or (kept and not execution.reduce_every_microbatch):
             backward = backward + reduced * (every + ends)
         loss = root + wide * (every if kept else largest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from cost_models.arrays import minimum
 from cost_models.layer_cost import LayerCost
 from cost_models.layout import RecomputeRule
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
@@ -80,7 +81,17 @@ def kept_bytes(cost: LayerCost, rule: RecomputeRule, tp: Number = 1, *, discards
         return cost.input_bytes + _operation_outputs(cost, tp)
     modules = [m for m in rule.modules if discards_outputs or m not in OUTPUT_MODULES]
     gone = tuple(name for module in modules for name in DROPPED[module])
-    return sum(s.bytes for s in cost.saved if not _named(s.name, gone))
+    left = [s for s in cost.saved if not _named(s.name, gone)]
+    own = [i for i, s in enumerate(left) if s.name in _inputs(modules)]
+    total: Number = sum(minimum(s.bytes, cost.input_bytes) if i in own else s.bytes for i, s in enumerate(left))
+    missing = not own and ("moe" in modules or ("shared_experts" in modules and any(s.name == "shared_input" for s in cost.saved)))
+    return total + (cost.input_bytes if missing else 0)
+
+
+def _inputs(modules: list[str]) -> tuple[str, ...]:
+    """The kept tensors that are the input of a recomputed module, as the layer has it: not gathered over TP, and kept in any case."""
+    blocks = ("mlp",) * ("mlp" in modules) + ("moe",) * ("moe" in modules or "shared_experts" in modules)
+    return tuple(f"{block}_{what}" for block in blocks for what in ("norm_output", "input"))
 
 
 def _named(name: str, patterns: tuple[str, ...]) -> bool:
@@ -122,7 +133,7 @@ def _belongs(name: str, module: str) -> bool:
         case "mlp":
             return stem.startswith("mlp_")
         case "moe":
-            return stem.startswith(("moe_", "expert", "router", "routed", "shared", "permute", "dispatch", "combine"))
+            return stem.startswith(("moe_", "expert", "route", "shared", "permute", "dispatch", "combine"))
         case "shared_experts":
             return stem.startswith("shared")
         case "mla_up_proj":

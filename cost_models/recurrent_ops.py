@@ -51,7 +51,7 @@ def state_space_operations(local: Local, mixer: StateSpace, *, entry: Entry, pos
     b.pointwise("scan_gate", 4 * tokens * inner * size, 6 * tokens * inner * size)
     b.keep("scan_gated", tokens * inner * local.input_bytes, weight=True)
     b.linear("out_proj", tokens, h, inner)
-    return b.residual("ssm", post_norm=post_norm, transient=tokens * (mixed + 3 * inner) * size, reduce=leave)
+    return b.residual("ssm", post_norm=post_norm, gradients=b.gradients(tokens * (mixed + 3 * inner) * size), reduce=leave)
 
 
 def linear_attention_operations(
@@ -79,7 +79,7 @@ def linear_attention_operations(
     b.pointwise("scan_gate", 4 * tokens * value * size, 6 * tokens * value * size)
     b.keep("scan_gated", tokens * value * local.input_bytes, weight=True)
     b.linear("out_proj", tokens, h, value)
-    return b.residual("ssm", post_norm=post_norm, transient=tokens * (mixed + 3 * value) * size, reduce=leave)
+    return b.residual("ssm", post_norm=post_norm, gradients=b.gradients(tokens * (mixed + 3 * value) * size), reduce=leave)
 
 
 def _exchange(b: Builder, entering: Number, leaving: Number) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cost_models.activations import ChunkMemory, Run, assemble
+from cost_models.fully_sharded import by_unit
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.memory import Fixed, Peak, fixed_part, peak, rank_memory
@@ -62,7 +63,8 @@ class Fitting:
         self.column = column
         job, layout = column.job, column.layout
         self.job, self.layout, self.limit = job, layout, job.limit_bytes
-        self.key = layout.with_(pp=1, vpp=1, schedule="1f1b", recompute="none", stages=(), order="tp-cp-dp-pp", zero=1, offload=())
+        zero = layout.zero if by_unit(job, layout) else 1
+        self.key = layout.with_(pp=1, vpp=1, schedule="1f1b", recompute="none", stages=(), order="tp-cp-dp-pp", zero=zero, offload=())
         self.known = _chunks(job, self.key, column.modes)
         self.bare = _bare_chunks(job, self.key, column.modes)
         self.prefix = prefix_counts(job)
@@ -89,7 +91,8 @@ class Fitting:
         found = self.known.get((mix, first, last))
         if found is None:
             runs = _runs(self.job, self.column.modes, mix)
-            found = assemble(self.job, self.key, runs, first=first, last=last, boundary=not last)
+            once = self.column.microbatches == 1
+            found = assemble(self.job, self.key, runs, first=first, last=last, boundary=not last, once=once)
             self.known[mix, first, last] = found
         return found
 

@@ -164,6 +164,7 @@ def watched(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
     """The parts of a step tell the tracer when they begin."""
     pipeline, optimizer = trainer.pipeline, trainer.optimizer
     before, run, transfer, step, norm = pipeline.before, pipeline.run, pipeline._transfer, optimizer.step, optimizer.squared_norm
+    give = pipeline._give
 
     def on_action(chunk: Chunk, kind: str, microbatch: int) -> None:
         tracer.enter_phase(f"{kind}{chunk.index}.{microbatch}", {"F": "activations", "B": "held"}.get(kind, "temporary"))
@@ -177,6 +178,11 @@ def watched(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
         with tracer.as_category("buffers"):
             transfer(one)
 
+    def on_gradient(chunk: Chunk, microbatch: int, x: Tensor) -> None:
+        give(chunk, microbatch, x)
+        if x.grad is not None:
+            tracer.see(x.grad, "buffers")
+
     def phase(name: str, function: Callable[..., Any], after: str | None = None) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             tracer.enter_phase(name, "temporary")
@@ -188,7 +194,8 @@ def watched(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
         return call
 
     with replaced(
-        (pipeline, "before", on_action), (pipeline, "_transfer", on_transfer), (pipeline, "run", phase("pipeline", run, "reduce")),
+        (pipeline, "before", on_action), (pipeline, "_transfer", on_transfer), (pipeline, "_give", on_gradient),
+        (pipeline, "run", phase("pipeline", run, "reduce")),
         (optimizer, "step", phase("optimizer", step)), (optimizer, "squared_norm", phase("norm", norm)),
         *sharding(tracer),
     ):  # fmt: skip

@@ -1,0 +1,122 @@
+"""Whole parameters and gradients beside a backward under ZeRO-3 that gathers and reduces one unit at a time, as PyTorch's FSDP2 does
+(``Execution.reduces_by_unit``).
+
+A unit is a layer's dense weights, a layer's experts, or the ends (embedding, final norm, head) of a chunk. In backward a unit is
+gathered, the unit behind it is gathered ahead of time, and its gradients wait until all exist; then they are reduced at once, and
+the reduction's input lives until the next unit's turn. The ends stay gathered throughout, and the head's gradient waits with them.
+Source: torch.distributed.fsdp._fully_shard (2.13), traced by the dry run (docs/dry-run.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models.arrays import maximum
+from cost_models.job import Job
+from cost_models.layout import SPLIT_BACKWARD
+from cost_models.stage_states import unit_holding
+from cost_models.state_bytes import shards
+from cost_models.states import Holding
+from profiles.operations import Number
+
+
+def keeps_gathered(job: Job, degrees: Any) -> bool:
+    """Whether a pipeline rank holds all its parameters gathered for the whole step."""
+    execution = job.execution
+    if execution.reduces_by_unit:
+        return degrees.schedule in SPLIT_BACKWARD
+    return degrees.pp > 1 and not execution.reshard_with_pipeline
+
+
+def by_unit(job: Job, degrees: Any) -> bool:
+    """Whether ``Units`` describes the layout's ZeRO stage (where it shards over more than one rank)."""
+    return degrees.zero == 3 and job.execution.reduces_by_unit and not keeps_gathered(job, degrees)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Bytes of a chunk's units on one rank. ``first`` and ``last``: the chunk holds the embedding, the head."""
+
+    job: Job
+    degrees: Any
+    first: bool
+    last: bool
+
+    @property
+    def gather(self) -> float:
+        """Bytes an element of a gathered parameter."""
+        return 4.0 if self.job.precision == "fp32" else self.job.execution.gather_bytes
+
+    @property
+    def reduce(self) -> float:
+        """Bytes an element of a reduction's input, and of a reduced gradient."""
+        return 4.0 if self.job.precision == "fp32" else self.job.execution.reduce_bytes
+
+    @property
+    def own(self) -> float:
+        """Bytes an element of the gradient that autograd makes."""
+        return self.job.execution.weight_gradient_bytes * (2 if self.job.precision == "fp32" else 1)
+
+    def holding(self, unit: int | str) -> Holding:
+        return unit_holding(self.job, self.degrees, unit)[0]
+
+    @property
+    def embedding(self) -> Number:
+        return self.holding("embedding").all if self.first else 0
+
+    @property
+    def head(self) -> Number:
+        if not self.last:
+            return 0
+        return self.holding("tied head" if self.job.model.tied and self.first else "head").all
+
+    @property
+    def ends(self) -> Number:
+        """Elements of the ends' unit."""
+        return self.embedding + self.head
+
+    @property
+    def throughout(self) -> Number:
+        """Bytes beside every layer's backward: the gathered ends, and the head's gradient."""
+        return self.gather * self.ends + self.own * self.head
+
+    def whole(self, unit: int | str) -> Number:
+        """A layer's own gathered parameters."""
+        return self.gather * self.holding(unit).all
+
+    def ahead(self, unit: int | str) -> Number:
+        """What is gathered ahead of time of the layer whose backward comes next: its dense unit."""
+        return self.gather * self.holding(unit).dense
+
+    def behind(self, unit: int | str) -> Number:
+        """The input of the last reduction of the layer whose backward came before."""
+        return self.reduce * self.holding(unit).dense
+
+    def reduced(self, unit: int | str) -> Number:
+        """A layer's gradients once reduced: this rank's shards."""
+        return self._shards(self.holding(unit))
+
+    def _shards(self, holding: Holding) -> Number:
+        dense, expert = shards(self.degrees)
+        return self.reduce * (holding.dense / dense + holding.expert / expert)
+
+    @property
+    def reduced_ends(self) -> Number:
+        dense, _ = shards(self.degrees)
+        return self.reduce * self.ends / dense
+
+    @property
+    def reducing_ends(self) -> Number:
+        """The ends' reduction: their gradients and its input, the parameters being let go."""
+        return (self.own + self.reduce) * self.ends
+
+    def reducing(self, unit: int | str) -> Number:
+        """The same of a layer's dense unit, while the ends are still gathered."""
+        return self.throughout + (self.own + self.reduce) * self.holding(unit).dense
+
+    def at_loss(self, unit: int | str, transient: Number) -> Number:
+        """The fullest moment around the loss beyond what is kept: ``transient`` beside the ends and the last gather's buffer (of
+        layer ``unit``); or the ends gathered again, in the buffer and in place, as the backward begins."""
+        held = self.holding(unit)
+        return maximum(transient + self.gather * (self.ends + maximum(held.dense, held.expert)), 2 * self.gather * self.ends)
