@@ -102,8 +102,8 @@ def to_run(row: Row) -> Run:
     """One row. Raises InputError naming the cell that cannot be used."""
     facts = apply_rules(row)
     guessed = list(facts.guesses)
-    model = _model(row, facts.model)
-    layout = _layout(row, facts.layout, model, guessed)
+    model = _exact_model(row["model"]) if row.get("model") else _model(row, facts.model)
+    layout = _exact_layout(row, model) if row.get("layout") else _layout(row, facts.layout, model, guessed)
     precision = facts.job.get("precision") or _precision(row, guessed)
     execution = load_execution(facts.execution, {key: _text(value) for key, value in facts.set.items()})
     name = row["gpu"]
@@ -294,6 +294,21 @@ def _model(row: Row, facts: Mapping[str, Any]) -> ModelSpec:
         learned_positions=_count(row, "seq_len") if positions == "seq_len" else positions,
         embedding_norm=bool(facts.get("embedding_norm", False)), mtp=facts.get("mtp", 0),
     )  # fmt: skip
+
+
+def _exact_model(text: str) -> ModelSpec:
+    """The ``model`` cell of a row that axisplan wrote: the whole ModelSpec."""
+    try:
+        return ModelSpec.model_validate_json(text)
+    except ValidationError as error:
+        raise InputError("model", text[:60], f"is no ModelSpec ({error.errors()[0]['msg']})") from None
+
+
+def _exact_layout(row: Row, model: ModelSpec) -> Layout:
+    """The ``layout`` cell of a row that axisplan wrote: every degree, the schedule and the recompute choice."""
+    layout = Layout.parse(row["layout"], _count(row, "gpus"))
+    _check_degrees(model, _count(row, "seq_len"), layout.tp, layout.chunks, layout.cp, layout.ep)
+    return layout
 
 
 S = TypeVar("S", bound=Spec)

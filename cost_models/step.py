@@ -119,7 +119,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
     low, high, guessed = interval(job, layout, step, seconds)
     idle = sum(timeline.span - busy for busy in timeline.busy) / layout.pp
     model = flops_per_token(job.model, job.seq_len)
-    peak = _peak(job) * layout.world / job.cluster.gpus * step
+    ideal = ideal_seconds(job, layout)
     again = _recomputed_flops(job, layout, chunks, microbatches)
     full = model.training - 3 * model.attention_causal + 3 * model.attention_full
     return StepEstimate(
@@ -127,9 +127,9 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         step_seconds_low=low,
         step_seconds_high=high,
         tokens_per_second_per_gpu=job.tokens / step / layout.world,
-        mfu=model.training * job.tokens / peak,
-        mfu_full_attention=full * job.tokens / peak,
-        hfu=(model.training * job.tokens + again) / peak,
+        mfu=ideal / step,
+        mfu_full_attention=ideal / step * full / model.training,
+        hfu=ideal / step * (1 + again / (model.training * job.tokens)),
         bubble_fraction=float(max(0.0, idle / step)),
         seconds=seconds,
         memory=memory,
@@ -141,6 +141,12 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         stage_seconds=tuple(float(b) for b in timeline.busy),
         timeline=timeline if detail else None,
     )
+
+
+def ideal_seconds(job: Job, layout: Layout) -> float:
+    """Seconds that a step's model FLOPs (causal attention) take at the layout's dense 16-bit peak (fp32's for an fp32 job): MFU is
+    this over the seconds that the step takes."""
+    return flops_per_token(job.model, job.seq_len).training * job.tokens / (_peak(job) * layout.world / job.cluster.gpus)
 
 
 # -- where the seconds go -------------------------------------------------------------------------------------------------

@@ -52,6 +52,20 @@ def gib(value: float) -> str:
     return f"{value / GIB:.2f} GiB" if value >= 0.01 * GIB else f"{value / 2**20:.1f} MiB"
 
 
+def step_line(record: dict[str, Any]) -> str:
+    """A step of a run on one line."""
+    parts = [f"step {record['step']:>6}", f"loss {record['loss']:.4f}"]
+    if "eval_loss" in record:
+        parts.append(f"held-out loss {record['eval_loss']:.4f} ({record['eval_tokens']:,} tokens)")
+    parts += [f"grad norm {record['grad_norm']:.3f}", seconds(record["seconds"]), f"{record['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in record:
+        parts.append(f"{100 * record['mfu']:.3g} % MFU")
+    parts.append(gib(record["peak_bytes"]))
+    if "expert_imbalance" in record:
+        parts.append(f"experts {record['expert_imbalance']:.2f} x mean")
+    return "  ".join(parts)
+
+
 def count(value: float) -> str:
     """``671 B``, ``8.03 B``, ``124 M``."""
     for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

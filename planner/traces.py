@@ -1,6 +1,7 @@
 """Traces for Perfetto and chrome://tracing (the Trace Event Format): the simulated step, and a measured one over it.
 
-One process a stage, with a row for its work and one for what it sends. Load the file at ui.perfetto.dev.
+One process a stage, with a row for its work, one for what it sends, and one for what it was measured to do. Load the file at
+ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ COLOURS = {
     "backward_weight": "good", "gather": "terrible", "reduce": "terrible", "optimizer": "olive",
 }  # fmt: skip
 """Names of chrome://tracing's palette."""
-WORK, WIRE = 0, 1
+WORK, WIRE, MEASURED = 0, 1, 2
 
 
-def trace(plan: Plan, measured: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The trace of a plan's step as a document; ``measured``: records of a run (one a step), drawn below the prediction."""
+def trace(plan: Plan, measured: Sequence[dict[str, Any]] = (), done: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The trace of a plan's step as a document; ``measured``: records of a run (one a step), drawn below the prediction; ``done``:
+    what each stage did in one of its steps (``runtime.timeline.measured_spans``), drawn below what it was predicted to do."""
     spans = spans_of(plan)
-    events = [*_names(plan), *_spans(plan, spans), *_memory(plan), *_measured(plan, measured)]
+    events = [*_names(plan), *_spans(plan, spans), *_memory(plan), *_done(plan, done), *_measured(plan, measured)]
     return {
         "traceEvents": events, "displayTimeUnit": "ms",
         "otherData": {
@@ -36,9 +38,9 @@ def trace(plan: Plan, measured: Sequence[dict[str, Any]] = ()) -> dict[str, Any]
     }  # fmt: skip
 
 
-def write_trace(plan: Plan, out: Path, measured: Sequence[dict[str, Any]] = ()) -> None:
+def write_trace(plan: Plan, out: Path, measured: Sequence[dict[str, Any]] = (), done: Sequence[dict[str, Any]] = ()) -> None:
     """Write ``trace`` to ``out``."""
-    write_text(out, json.dumps(trace(plan, measured), separators=(",", ":"), allow_nan=False) + "\n")
+    write_text(out, json.dumps(trace(plan, measured, done), separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def _microseconds(seconds: float) -> float:
@@ -90,6 +92,19 @@ def _memory(plan: Plan) -> Iterator[Event]:
         yield {
             "name": "predicted peak (GiB)", "ph": "C", "pid": stage["stage"], "ts": 0,
             "args": {"allocated": round(stage["peak_allocated"] / 2**30, 3), "device": round(stage["device"] / 2**30, 3)},
+        }  # fmt: skip
+
+
+def _done(plan: Plan, spans: Sequence[dict[str, Any]]) -> Iterator[Event]:
+    for stage in plan.stages if spans else ():
+        yield _label("thread_name", stage.stage, MEASURED, "work, measured")
+    for span in spans:
+        once = span["microbatch"] < 0
+        yield {
+            "name": span["kind"].replace("_", " ") + ("" if once else f" {span['microbatch']}"), "cat": f"measured {span['kind']}",
+            "ph": "X", "pid": span["stage"], "tid": MEASURED, "ts": _microseconds(span["start"]),
+            "dur": _microseconds(span["end"] - span["start"]), "cname": COLOURS[span["kind"]],
+            "args": {} if once else {"microbatch": span["microbatch"], "chunk": span["chunk"]},
         }  # fmt: skip
 
 

@@ -4,12 +4,14 @@
 into place after every rank has written and the metadata is there. A rank killed at any moment leaves it naming a whole checkpoint.
 
 Each rank writes the boxes of the whole parameters that it holds (masters and both moments), so a checkpoint knows nothing of the
-layout that wrote it. Saving copies a rank's boxes to host memory first (12 bytes a parameter of its shard) and writes them from a
-thread over a group of its own; loading reads each box into its place, without a copy of the whole.
+layout that wrote it. Saving copies them to host memory first, each box on one of the ranks that hold it (12 bytes a parameter in
+all; ``cost_models.checkpoints``), and writes from a thread over a group of its own; loading reads each box into its place, without
+a copy of the whole.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 import threading
@@ -26,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_state
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
 
 from planner.runtime.data_parallel import Piece
-from profiles.errors import AxisplanError, InputError
+from profiles.errors import AxisplanError, InputError, one_line
 from profiles.files import write_text
 
 FORMAT = 1
@@ -67,11 +69,12 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
 
 
-def state_of(trainer: Any) -> dict[str, Any]:
-    """Everything of a trainer that a checkpoint holds, by name; tensors are the live ones."""
+def state_of(trainer: Any, *, once: bool = False) -> dict[str, Any]:
+    """Everything of a trainer that a checkpoint holds, by name; tensors are the live ones. ``once``: of what replicas hold alike,
+    this rank's part."""
     together: dict[str, list[Piece]] = {}
     for part in PARTS:
-        for piece in trainer.optimizer.pieces(part):
+        for piece in trainer.optimizer.pieces(part, once=once):
             together.setdefault(f"{part}/{piece.name}", []).append(piece)
     state: dict[str, Any] = {name: Boxes.of(pieces) for name, pieces in together.items()}
     for decoder in trainer.decoders.values():
@@ -82,16 +85,16 @@ def state_of(trainer: Any) -> dict[str, Any]:
 class Checkpoints:
     """The checkpoints of one run. Made by every rank at the same point of the program."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self.keep = folder, keep
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, folder: Path, keep: int = 2, timeout_seconds: float = 600.0) -> None:
+        self.folder, self.keep, self.patience = folder, keep, timeout_seconds
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
     def save(self, trainer: Any, step: int, facts: dict[str, Any], wait: bool = False) -> None:
         """Write the state after ``step`` steps. Returns once it is copied to host memory; ``wait``: once it is written."""
         self.finish()
-        state = {name: _copied(value) for name, value in state_of(trainer).items()}
+        state = {name: _copied(value) for name, value in state_of(trainer, once=True).items()}
         target = self.folder / f"step-{step:08d}"
         meta = {"format": FORMAT, "step": step, "world": dist.get_world_size(), **facts}
         if dist.get_rank() == 0:
@@ -106,18 +109,35 @@ class Checkpoints:
     def _write(self, state: dict[str, Any], target: Path, meta: dict[str, Any]) -> None:
         try:
             write_state(state, checkpoint_id=target, process_group=self._group)
-            if dist.get_rank() == 0:
+            self._name_it(target, meta)
+        except BaseException as error:
+            self._failed = error
+
+    def _name_it(self, target: Path, meta: dict[str, Any]) -> None:
+        """Rank 0 says that the checkpoint is whole; every rank fails where it could not."""
+        said: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
                 write_text(target / "axisplan.json", json.dumps(meta))
                 write_text(self.folder / "latest", target.name + "\n")
                 self._drop_old(target)
-            dist.barrier(self._group)
-        except BaseException as error:
-            self._failed = error
+            except OSError as error:
+                said = [one_line(error)]
+        dist.broadcast_object_list(said, 0, group=self._group)
+        if said[0] is not None:
+            raise OSError(said[0])
 
     def _drop_old(self, newest: Path) -> None:
         older = sorted(p for p in self.folder.glob("step-*") if p.is_dir() and p != newest)
         for path in older[: max(0, len(older) - self.keep + 1)]:
             shutil.rmtree(path, ignore_errors=True)
+
+    def settle(self) -> None:
+        """Wait for the save under way, at most as long as a collective may take, and keep a fault of it to itself: for a run that
+        ends with a fault of its own."""
+        if self._thread is not None:
+            self._thread.join(self.patience)
+            self._thread = self._failed = None
 
     def finish(self) -> None:
         """Wait for the save under way. Raises AxisplanError if it failed."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from profiles.errors import InputError
-from profiles.files import write_text
+from profiles.files import naming, new_folder, write_text
 
 BYTE_END = 256
 """Byte-level tokens: 0-255 are bytes, 256 ends a document."""
@@ -45,21 +45,24 @@ class Source(Protocol):
 class TokenFile:
     """``tokens.bin`` and ``tokens.json`` as ``prepare`` writes them, cut into sequences of ``seq_len`` tokens.
 
-    ``reset``: attention and loss stay inside documents. Raises InputError where the file is not there or too short.
+    ``reset``: attention and loss stay inside documents. ``field`` is what InputErrors name: raised
+    where the file is not there or too short.
     """
 
-    def __init__(self, folder: Path, seq_len: int, seed: int = 0, reset: bool = False, vocab: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, seq_len: int, seed: int = 0, reset: bool = False, vocab: int | None = None, field: str = "data"
+    ) -> None:  # fmt: skip
         meta_path = folder / "tokens.json"
         try:
             meta = json.loads(meta_path.read_text(encoding="utf-8"))
             self.tokens: npt.NDArray[Any] = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["count"],))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError("data", folder, f"is not prepared data ({error}); make it with axisplan data prepare") from None
+            raise InputError(field, folder, f"is not prepared data ({error}); make it with axisplan data prepare") from None
         if vocab is not None and meta["vocab"] > vocab:
-            raise InputError("data", folder, f"has {meta['vocab']} kinds of tokens, the model's vocabulary is {vocab}", vocab)
+            raise InputError(field, folder, f"has {meta['vocab']} kinds of tokens, the model's vocabulary is {vocab}", vocab)
         self.count = (len(self.tokens) - 1) // seq_len
         if self.count < 1:
-            raise InputError("data", folder, f"has {len(self.tokens)} tokens, a sequence needs {seq_len + 1}", len(self.tokens) - 1)
+            raise InputError(field, folder, f"has {len(self.tokens)} tokens, a sequence needs {seq_len + 1}", len(self.tokens) - 1)
         self.seq_len, self.seed, self.reset, self.end = seq_len, seed, reset, int(meta["end"])
         self._epoch, self._order = -1, np.arange(0)
 
@@ -70,7 +73,11 @@ class TokenFile:
         return int(self._order[at])
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        rows = [self.tokens[p * self.seq_len : (p + 1) * self.seq_len + 1] for p in map(self._place, indices)]
+        return self.at([self._place(i) for i in indices])
+
+    def at(self, places: Sequence[int]) -> Batch:
+        """The sequences at these places of the file, 0 the first."""
+        rows = [self.tokens[p * self.seq_len : (p + 1) * self.seq_len + 1] for p in places]
         both = torch.from_numpy(np.stack(rows).astype(np.int64))
         ids, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
         if not self.reset:
@@ -97,21 +104,21 @@ def prepare(files: Sequence[Path], out: Path, tokenizer: str = "bytes") -> dict[
     """
     encode, vocab, end = _tokenizer(tokenizer)
     dtype = "uint16" if vocab <= 2**16 else "uint32"
-    out.mkdir(parents=True, exist_ok=True)
     partial, count = out / f".tokens.bin.{os.getpid()}", 0
-    try:
-        with partial.open("wb") as target:
-            for path in files:
-                try:
-                    text = Path(path).read_text(encoding="utf-8")
-                except (OSError, UnicodeDecodeError) as error:
-                    raise InputError("data", path, f"cannot be read as text: {error}") from None
-                ids = np.asarray([*encode(text), end], dtype=dtype)
-                count += len(ids)
-                target.write(ids.tobytes())
-        os.replace(partial, out / "tokens.bin")
-    finally:
-        partial.unlink(missing_ok=True)
+    with new_folder(out):
+        try:
+            with naming(out / "tokens.bin"), partial.open("wb") as target:
+                for path in files:
+                    try:
+                        text = Path(path).read_text(encoding="utf-8")
+                    except (OSError, UnicodeDecodeError) as error:
+                        raise InputError("data", path, f"cannot be read as text: {error}") from None
+                    ids = np.asarray([*encode(text), end], dtype=dtype)
+                    count += len(ids)
+                    target.write(ids.tobytes())
+            os.replace(partial, out / "tokens.bin")
+        finally:
+            partial.unlink(missing_ok=True)
     meta = {"dtype": dtype, "count": count, "vocab": vocab, "end": end, "tokenizer": str(tokenizer), "documents": len(files)}
     write_text(out / "tokens.json", json.dumps(meta))
     return meta

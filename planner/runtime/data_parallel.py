@@ -43,11 +43,13 @@ class Piece:
 class Shards(Protocol):
     """What the optimizer updates together: this rank's shards of some parameters, and their reduced gradients.
 
-    ``weight``: 1 / ranks of the job that hold each element; ``decay``: takes weight decay.
+    ``weight``: 1 / ranks of the job that hold each element; ``decay``: takes weight decay; ``replicate``: the ranks that hold the
+    same shards.
     """
 
     weight: float
     decay: bool
+    replicate: Axis
 
     @property
     def values(self) -> list[Tensor]:

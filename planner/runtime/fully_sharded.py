@@ -76,8 +76,8 @@ def first_row(parameter: nn.Parameter) -> int:
 class FullyShardedGroup:
     """Sharded parameters that are counted alike (``data_parallel.Shards``). Reduction itself is FSDP2's."""
 
-    def __init__(self, members: list[tuple[str, nn.Parameter, Block]], partial: list[Axis], weight: float) -> None:
-        self.members, self.partial, self.weight = members, partial, weight
+    def __init__(self, members: list[tuple[str, nn.Parameter, Block]], partial: list[Axis], weight: float, replicate: Axis) -> None:
+        self.members, self.partial, self.weight, self.replicate = members, partial, weight, replicate
         self.decay = members[0][2].decay
         self.locals = [p.to_local().detach() for _, p, _ in members]  # type: ignore[attr-defined]
 
@@ -130,7 +130,7 @@ def make_groups(decoders: Iterable[nn.Module], mesh: Mesh) -> list[FullyShardedG
     out = []
     for (_, expert, partial, copies, _), members in grouped(decoders).items():
         _, replicate = shard_axes(mesh, expert, 3)
-        out.append(FullyShardedGroup(members, [mesh.axis(n) for n in partial], 1.0 / (copies * replicate.size)))
+        out.append(FullyShardedGroup(members, [mesh.axis(n) for n in partial], 1.0 / (copies * replicate.size), replicate))
     return out
 
 
@@ -154,6 +154,12 @@ def end_split_step(decoder: nn.Module) -> None:
         for group in one._fsdp_param_groups:
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def let_go(decoder: nn.Module) -> None:
+    """Let gathered parameters go after a forward that no backward follows."""
+    for module in _sharded(decoder):
+        module.reshard()
 
 
 def _sharded(decoder: nn.Module) -> Iterator[FSDPModule]:

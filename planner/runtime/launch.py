@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from planner.runtime.stop import STOPPED, passed_on
 from planner.runtime.worker import REFUSED
 from profiles.errors import AxisplanError, InputError
 
@@ -56,7 +57,8 @@ def supervise(
 ) -> None:
     """Run a torchrun command (or a script that becomes one): its JSON lines go to ``record``, and no process outlives this call.
 
-    Raises AxisplanError with one line that says what went wrong.
+    SIGTERM is passed on to the workers, which finish their step, save and leave; then Stopped is raised. Raises AxisplanError with
+    one line that says what went wrong.
     """
     env = {**env, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with tempfile.TemporaryFile("w+") if log is None else log.open("w+", encoding="utf-8") as output:
@@ -65,13 +67,16 @@ def supervise(
         timer = _alarm(process, timeout)
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("{"):
-                    record(json.loads(line))
-            code = process.wait()
+            with passed_on(process, end) as stop:
+                for line in process.stdout:
+                    if line.startswith("{"):
+                        record(json.loads(line))
+                code = process.wait()
         finally:
             timer.cancel()
             end(process)
+        if stop.asked:
+            raise Stopped(stopped(output))
         if deadline is not None and time.monotonic() > deadline and code:
             raise AxisplanError(f"not finished after {timeout:.0f} s{_where(log)}")
         if code:
@@ -82,6 +87,19 @@ class Refused(AxisplanError):
     """The workers refused their input: exit code 2, as if it had been refused here."""
 
     exit_code = 2
+
+
+class Stopped(AxisplanError):
+    """The run was asked to end and did: exit code 143, as a shell gives a command that SIGTERM ended."""
+
+    exit_code = 143
+
+
+def stopped(output: IO[str]) -> str:
+    """What a worker said when it left, or that none had begun."""
+    output.seek(0)
+    said = [line.removeprefix(STOPPED).strip() for line in output if line.startswith(STOPPED)]
+    return said[-1] if said else "stopped by SIGTERM; no step was under way, nothing was saved"
 
 
 def raise_failure(output: IO[str], code: int, log: Path | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +13,32 @@ from torch import Tensor
 
 WATCHED = 2
 """Steps whose allocations are recorded on a CPU: the second is the first that begins with the optimizer's state."""
+
+
+Mark = float | torch.cuda.Event
+"""A moment on a device: host seconds, or an event on the stream that computes."""
+
+
+class Clock:
+    """When things happen on a device: the host's clock for a CPU, events for a GPU, whose work goes on after the call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> Mark:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, first: Mark, last: Mark) -> float:
+        """Seconds between two marks; waits for a GPU to reach them."""
+        if isinstance(first, float) or isinstance(last, float):
+            return float(last) - float(first)  # type: ignore[arg-type]
+        last.synchronize()
+        first.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
 
 
 class Memory:
@@ -39,12 +66,17 @@ class Memory:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else self._peak
 
-    def peak_of_all(self) -> int:
-        """The worst rank's peak."""
-        peak = torch.tensor([self.peak()], dtype=torch.int64, device=self.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return int(peak)
+    def reserved(self) -> int:
+        """Most bytes that the CUDA allocator held; 0 on a CPU, whose allocator holds nothing back."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+
+def worst_of_all(values: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of each over all ranks."""
+    worst = torch.tensor(values, dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.tolist()
 
 
 def live_bytes() -> int:

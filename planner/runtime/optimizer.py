@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from planner.runtime.data_parallel import Piece, Shards
+from planner.runtime.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -93,19 +94,32 @@ class ShardedAdamW:
                     value.copy_(master)
             owner.publish()
 
-    def pieces(self, what: str) -> Iterator[Piece]:
-        """Boxes of ``parameter`` (masters), ``gradient``, ``exp_avg`` or ``exp_avg_sq`` that this rank holds."""
+    def pieces(self, what: str, *, once: bool = False) -> Iterator[Piece]:
+        """Boxes of ``parameter`` (masters), ``gradient``, ``exp_avg`` or ``exp_avg_sq`` that this rank holds; ``once``: of those that
+        replicas hold too, this rank's part alone."""
         for masters, owner in zip(self.masters, self.shards, strict=True):
             if what == "parameter":
-                yield from owner.pieces(masters)
+                found = owner.pieces(masters)
             elif what == "gradient":
-                yield from owner.pieces(owner.gradients)
+                found = owner.pieces(owner.gradients)
+            elif all(what in self.engine.state[m] for m in masters if m.numel()):
+                found = owner.pieces([self.engine.state[m][what] if m.numel() else m for m in masters])
             else:
-                if all(what in self.engine.state[m] for m in masters if m.numel()):
-                    yield from owner.pieces([self.engine.state[m][what] if m.numel() else m for m in masters])
+                continue
+            yield from dealt_out(found, owner.replicate) if once else found
 
 
-PIECE = 1 << 20
+def dealt_out(pieces: Iterable[Piece], replicas: Axis) -> Iterator[Piece]:
+    """This replica's part of pieces that all replicas hold alike: each goes to the one with least so far."""
+    loads = [0] * replicas.size
+    for piece in pieces:
+        place = loads.index(min(loads))
+        loads[place] += piece.tensor.numel()
+        if place == replicas.rank:
+            yield piece
+
+
+PIECE = 1 << 17
 """Elements of a gradient that are widened at a time for its norm."""
 
 

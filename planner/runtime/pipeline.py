@@ -9,9 +9,9 @@ another in a circle. Shapes are known from the layout; nothing is inferred at ru
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from cost_models.schedules import Action, order_table, rank_of
 from planner.runtime.attention import Tokens
 from planner.runtime.mesh import Axis
+from planner.runtime.metrics import Clock, Mark
 from profiles.errors import InputError
 
 
@@ -42,9 +43,21 @@ Step = Action | Transfer
 @lru_cache(maxsize=64)
 def lower(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[tuple[Step, ...], ...]:
     """The order of every rank, transfers included."""
-    table = order_table(schedule, pp, vpp, microbatches)
+    return _with_transfers(order_table(schedule, pp, vpp, microbatches), schedule, pp * vpp)
+
+
+@lru_cache(maxsize=64)
+def lower_forward(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[tuple[Step, ...], ...]:
+    """Every rank's order of forwards alone, transfers included: ``pp`` microbatches through each of its chunks, then the next."""
+    chunks = [[c for c in range(pp * vpp) if rank_of(schedule, pp, c) == rank] for rank in range(pp)]
+    groups = [range(first, min(first + pp, microbatches)) for first in range(0, microbatches, pp)]
+    table = [tuple(Action("F", m, c) for group in groups for c in mine for m in group) for mine in chunks]
+    return _with_transfers(table, schedule, pp * vpp)
+
+
+def _with_transfers(table: Sequence[Sequence[Action]], schedule: str, chunks: int) -> tuple[tuple[Step, ...], ...]:
     place = {action.chunk: rank for rank, order in enumerate(table) for action in order}
-    last = pp * vpp - 1
+    last = chunks - 1
     waiting = [deque(order) for order in table]
     done: list[set[tuple[str, int, int]]] = [set() for _ in table]
     out: list[list[Step]] = [[] for _ in table]
@@ -109,10 +122,14 @@ class Chunk:
     """Microbatch -> leaves that stand for parameters (``Decoder.take_again``)."""
 
 
+Timed = tuple[Action, Mark, Mark]
+"""An action, and when it began and ended."""
+
+
 class Pipeline:
     """Runs one rank's order over its chunks. With one stage it is gradient accumulation, and no transfer exists.
 
-    ``busy_seconds``: host seconds of the last run outside waits for other stages (on a CPU, the stage's own work).
+    ``times``: what the last step did, and when each action began and ended (marks of ``clock``), waits for other stages left out.
     ``shape`` and ``dtype`` are those of an activation between stages. ``after_backward(chunk)`` is called whenever a microbatch's
     weight gradients of a chunk are complete: where data parallelism takes them.
     """
@@ -125,26 +142,19 @@ class Pipeline:
         self.axis, self.schedule, self.vpp, self.shape, self.dtype, self.device = axis, schedule, vpp, shape, dtype, device
         self.after_backward, self.before = after_backward, before
         self.last = axis.size * vpp - 1
+        self.clock, self.times = Clock(device), list[Timed]()
         self._place = {c: rank_of(schedule, axis.size, c) for c in range(axis.size * vpp)}
 
     def run(self, batches: Sequence[MicroBatch], loss: LossFunction) -> Tensor:
         """Forward and backward of every microbatch; the sum of the losses this rank computed (0 without the head)."""
         order = lower(self.schedule, self.axis.size, self.vpp, len(batches))[self.axis.rank]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.busy_seconds = 0.0
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._received: dict[tuple[str, int, int], tuple[dist.Work | None, Tensor]] = {}
-        for step in order:
-            if isinstance(step, Transfer):
-                self._transfer(step)
-                continue
-            chunk = self.chunks[step.chunk]
+
+        def act(step: Action, chunk: Chunk) -> None:
             if self.before is not None:
                 self.before(chunk, step.kind, step.microbatch)
-            self._arrive(step)
-            began = time.perf_counter()
             if step.kind == "F":
-                total += self._forward(chunk, step.microbatch, batches[step.microbatch], loss)
+                total.add_(self._forward(chunk, step.microbatch, batches[step.microbatch], loss))
             elif step.kind == "BW":
                 self._backward(chunk, step.microbatch)
             elif step.kind == "B":
@@ -153,12 +163,55 @@ class Pipeline:
                 self._backward_weight(chunk, step.microbatch)
             if step.kind in ("BW", "W") and self.after_backward is not None:
                 self.after_backward(chunk)
-            self.busy_seconds += time.perf_counter() - began
+
+        self._walk(order, act)
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Forward of every microbatch; the sum of the token losses this rank computed (0 without the head)."""
+        order = lower_forward(self.schedule, self.axis.size, self.vpp, len(batches))[self.axis.rank]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        def act(step: Action, chunk: Chunk) -> None:
+            batch = batches[step.microbatch]
+            x = batch.ids if chunk.first else self._take("F", step.microbatch, chunk.index - 1)
+            if chunk.last:
+                total.add_(chunk.module(x, batch.tokens, batch.labels).double().sum())
+            else:
+                self._received["F", step.microbatch, chunk.index] = (None, chunk.module(x, batch.tokens))
+
+        self._walk(order, act)
+        return total
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of the last run's actions: waits for other stages, reduction and update left out."""
+        return sum(self.clock.seconds(began, ended) for action, began, ended in self.times if action.microbatch >= 0)
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Add what is done once a step to ``times``."""
+        began = self.clock.now()
+        yield
+        self.times.append((Action(kind, -1, -1), began, self.clock.now()))
+
+    def _walk(self, order: Sequence[Step], act: Callable[[Action, Chunk], None]) -> None:
+        self.times.clear()
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._received: dict[tuple[str, int, int], tuple[dist.Work | None, Tensor]] = {}
+        for step in order:
+            if isinstance(step, Transfer):
+                self._transfer(step)
+                continue
+            self._arrive(step)
+            began = self.clock.now()
+            act(step, self.chunks[step.chunk])
+            self.times.append((step, began, self.clock.now()))
             self._release()
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
-        return total
 
     # -- transfers --------------------------------------------------------------------------------------------------
 

@@ -1,37 +1,29 @@
-"""Training: what happens from a plan to a trained model, as a story.
+"""One rank's part of training: the settings, the model under its layout, and a step.
 
-``run`` reads top to bottom: processes meet, the mesh is made, each rank builds its part of the model, and every step runs the
-pipeline, reduces gradients, clips, updates, and reports one line.
+The mesh is made, each rank builds its part of the model, and every step runs the pipeline, reduces gradients, clips and updates.
+What happens from a plan to a trained model, step after step, is told in ``loop``.
 """
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from cost_models.layout import SPLIT_BACKWARD, Layout
-from planner.runtime import checkpoint, fully_sharded, weights
+from planner.runtime import fully_sharded
 from planner.runtime.adapters import Trained
 from planner.runtime.attention import Tokens
-from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.collectives import all_gather, all_reduce, all_reduce_world
 from planner.runtime.context import spans, take
-from planner.runtime.data import Batch, Source, TokenFile, indices_of, shifted
+from planner.runtime.data import Batch, Source, indices_of, shifted
 from planner.runtime.data_parallel import Piece, Shards, frozen_pieces, make_buckets
 from planner.runtime.loss import IGNORED
 from planner.runtime.mesh import Mesh
-from planner.runtime.metrics import Memory
 from planner.runtime.model import Build, Decoder, parts, shares_embedding
 from planner.runtime.moe import Balance
 from planner.runtime.optimizer import Schedule, ShardedAdamW
@@ -79,7 +71,15 @@ class TrainSettings(BaseModel):
     """Parts of the model that are not trained."""
     seed: int = 0
     data: tuple[Path, ...] = ()
-    """Folders of ``axisplan data prepare``, or text files (read as bytes)."""
+    """A folder of ``axisplan data prepare``, or text files (read as bytes)."""
+    eval_data: tuple[Path, ...] = ()
+    """Held-out data, in the same form: its loss is in the records of the steps that ``eval_every`` names, and of the last."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 = at the end only."""
+    eval_sequences: int = Field(0, ge=0)
+    """Evaluate on this many sequences, the first ones; 0 = all."""
+    tensorboard: bool = False
+    """Write the records for TensorBoard too, under ``out``/tensorboard."""
     reset_documents: bool = False
     """Attention and loss stay inside documents."""
     initial: Path | None = None
@@ -216,8 +216,9 @@ class Trainer:
         local = self.pipeline.run(batches, differentiated) - self.settings.mtp_weight * self.later_loss
         for decoder in self.decoders.values() if split else ():
             fully_sharded.end_split_step(decoder)
-        for shards in self.shards:
-            shards.reduce()
+        with self.pipeline.timed("reduce"):
+            for shards in self.shards:
+                shards.reduce()
         return local / self.mesh.tp.size
 
     def step(self, number: int, batch: Batch, stop: bool = False) -> dict[str, float]:
@@ -235,7 +236,8 @@ class Trainer:
         if not norm < float("inf"):
             raise AxisplanError(f"step {number + 1}: loss {loss}, gradient norm {norm}: not a number; nothing was updated or saved")
         clip = self.settings.clip
-        self.optimizer.step(self.rate.at(number), min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+        with self.pipeline.timed("optimizer"):
+            self.optimizer.step(self.rate.at(number), min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
         out = {"loss": loss, "grad_norm": norm, "stop": stops, **({"mtp_loss": later[0]} if later else {})}
         return out if self.model.moe is None else {**out, "balance_loss": balance, "expert_imbalance": self._rebalance()}
 
@@ -260,106 +262,3 @@ class Trainer:
     def batch(self, source: Source, number: int) -> Batch:
         """This rank's sequences of step ``number``."""
         return source.batch(indices_of(number, self.settings.global_batch, self.layout.dp, self.mesh.dp))
-
-
-def run(
-    model: ModelSpec, layout: Layout, settings: TrainSettings, device: torch.device, source: Source | None = None,
-    record: Callable[[dict[str, Any]], None] | None = None,
-) -> None:  # fmt: skip
-    """Train. Rank 0 hands each step's record to ``record`` (default: one JSON line on stdout).
-
-    With ``out`` and ``checkpoint_every``, continues from the last whole checkpoint, whatever layout wrote it; on SIGTERM every rank
-    finishes its step, saves and leaves.
-    """
-    memory = Memory(device)
-    source = source or open_data(model, settings)
-    trainer = Trainer(model, layout, settings, device)
-    saved = open_checkpoints(settings)
-    done = resume(trainer, saved) if saved is not None and settings.resume else 0
-    if not done and settings.initial is not None:
-        weights.load(trainer, settings.initial)
-    with Stop() as stop:
-        for number in range(done, settings.steps):
-            start = time.perf_counter()
-            with memory.step() as watched:
-                line: dict[str, Any] = {"step": number + 1, **trainer.step(number, trainer.batch(source, number), stop.asked)}
-            leave = line.pop("stop") > 0
-            line["seconds"] = time.perf_counter() - start
-            line["tokens_per_second"] = settings.seq_len * settings.global_batch / line["seconds"]
-            line["peak_bytes"] = memory.peak_of_all()
-            if watched:
-                line["watched"] = True
-            if layout.pp > 1:
-                line["stage_seconds"] = trainer.stage_seconds()
-            if dist.get_rank() == 0:
-                (record or print_record)(line)
-            last = leave or number + 1 == settings.steps
-            if saved is not None and (last or (number + 1) % settings.checkpoint_every == 0):
-                saved.save(trainer, number + 1, checkpoint_facts(trainer), wait=last)
-            if leave:
-                break
-    if saved is not None:
-        saved.finish()
-
-
-def open_checkpoints(settings: TrainSettings) -> Checkpoints | None:
-    return Checkpoints(settings.out / "checkpoints", settings.keep) if settings.out and settings.checkpoint_every else None
-
-
-def checkpoint_facts(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint must agree with to be continued, and what wrote it."""
-    settings = trainer.settings
-    return {
-        "model": trainer.model.model_dump(mode="json"), "layout": trainer.layout.text(), "seed": settings.seed,
-        "seq_len": settings.seq_len, "global_batch": settings.global_batch,
-    }  # fmt: skip
-
-
-def resume(trainer: Trainer, saved: Checkpoints) -> int:
-    """Steps done by the last whole checkpoint, which is read; 0 where there is none. Raises InputError if it is another run's."""
-    path = checkpoint.latest(saved.folder)
-    if path is None:
-        return 0
-    facts, wanted = checkpoint.read_facts(path), checkpoint_facts(trainer)
-    for name in ("model", "seed", "seq_len", "global_batch"):
-        if facts[name] != wanted[name]:
-            what = "another model" if name == "model" else f"{name} {facts[name]}"
-            raise InputError("out", saved.folder.parent, f"holds a run with {what}; choose another folder, or resume=false")
-    return int(checkpoint.load(trainer, path)["step"])
-
-
-class Stop:
-    """SIGTERM asks for an end after the present step."""
-
-    asked = False
-
-    def __enter__(self) -> Stop:
-        self._before = signal.signal(signal.SIGTERM, self._ask) if threading.current_thread() is threading.main_thread() else None
-        return self
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-
-
-def open_data(model: ModelSpec, settings: TrainSettings) -> TokenFile:
-    """The settings' prepared data; text files are tokenised as bytes beside the run's output first (by rank 0 alone)."""
-    from planner.runtime.data import prepare
-
-    if not settings.data:
-        raise InputError("data", "", "name a prepared folder or text files")
-    folder = settings.data[0]
-    if not folder.is_dir():
-        folder = (settings.out or Path(".")) / "data"
-        if dist.get_rank() == 0:
-            prepare(settings.data, folder)
-        dist.barrier()
-    return TokenFile(folder, settings.seq_len, settings.seed, settings.reset_documents, model.vocab)
-
-
-def print_record(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()

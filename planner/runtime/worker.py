@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import datetime
 import json
 import os
@@ -49,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--settings", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--data", type=Path, nargs="+")
+    parser.add_argument("--eval-data", type=Path, nargs="+")
+    parser.add_argument("--eval-every", type=int)
+    parser.add_argument("--tensorboard", action="store_true", default=None)
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--precision")
@@ -61,26 +66,43 @@ def _train(arguments: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from planner.plan import Plan
-    from planner.runtime import feedback, train
+    from cost_models.step import ideal_seconds
+    from planner.emit.logs import append_row
+    from planner.plan import Plan, digest
+    from planner.runtime import feedback, loop
+    from planner.runtime.journal import Journal, check_tensorboard
     from planner.runtime.mesh import backend_of, device_of_rank
+    from planner.traces import write_trace
 
     plan = Plan.load(arguments.plan)
     job = plan.job()
-    settings = read_settings(arguments, {"seq_len": job.seq_len, "global_batch": job.global_batch, "precision": job.precision})
+    names = ("seq_len", "global_batch", "precision", "lora_rank", "lora_targets", "lora_alpha", "frozen")
+    settings = read_settings(arguments, {name: getattr(job, name) for name in names})
+    check_tensorboard(settings.tensorboard)
+    ran = dataclasses.replace(job, seq_len=settings.seq_len, global_batch=settings.global_batch)
     device = device_of_rank(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend_of(device), timeout=datetime.timedelta(seconds=settings.timeout_seconds))
-    records: list[dict[str, Any]] = []
+    journal = Journal(settings.out, settings.tensorboard)
 
-    def record(line: dict[str, Any]) -> None:
-        records.append(line)
-        train.print_record(line)
+    def trace(spans: list[dict[str, Any]]) -> None:
+        write_trace(plan, arguments.trace, journal.records, spans)
 
-    train.run(job.model, plan.layout_object, settings, device, record=record)
-    if records and settings.out is not None:
-        feedback.write(settings.out / "runs.csv", [feedback.row(plan, records, job.model.name)])
+    ideal, layout = ideal_seconds(ran, plan.layout_object), plan.layout_object
+    loop.run(
+        job.model,
+        layout,
+        settings,
+        device,
+        record=journal,
+        ideal_seconds=ideal,
+        spans=trace if arguments.trace is not None else None,
+    )
+    journal.close()
+    if journal.records and settings.out is not None:
+        row = feedback.row(plan, journal.records, f"{job.model.name}-{digest([plan.inputs, plan.layout_text])[:12]}")
+        append_row(settings.out / "runs.csv", row)
     dist.destroy_process_group()
     return 0
 
@@ -104,13 +126,14 @@ def read_settings(arguments: argparse.Namespace, job: dict[str, Any]) -> Any:
         if not isinstance(given, dict):
             raise InputError("settings", arguments.settings, "is not a JSON object")
         folder = arguments.settings.resolve().parent
-        if "data" in given:
-            files = [given["data"]] if isinstance(given["data"], str) else given["data"]
-            given["data"] = [str(folder / name) for name in files]
+        for name in ("data", "eval_data"):
+            if name in given:
+                files = [given[name]] if isinstance(given[name], str) else given[name]
+                given[name] = [str(folder / file) for file in files]
         if given.get("out"):
             given["out"] = str(folder / given["out"])
         values |= given
-    for name in ("steps", "data", "out", "seed", "precision"):
+    for name in ("steps", "data", "eval_data", "eval_every", "tensorboard", "out", "seed", "precision"):
         if getattr(arguments, name) is not None:
             values[name] = getattr(arguments, name)
     for pair in arguments.set:

@@ -15,8 +15,11 @@ from planner.runtime import weights
 from planner.runtime.attention import Tokens
 from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.collectives import all_gather
-from planner.runtime.data import Batch, indices_of
-from planner.runtime.train import Trainer, TrainSettings, checkpoint_facts, resume
+from planner.runtime.data import Batch, TokenFile, indices_of
+from planner.runtime.evaluate import HeldOut
+from planner.runtime.loop import checkpoint_facts, resume
+from planner.runtime.timeline import measured_spans
+from planner.runtime.train import Trainer, TrainSettings
 from profiles.huggingface import load_model
 from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe, uniform
 
@@ -242,3 +245,41 @@ def train_spec(spec: dict[str, Any], layout: str, settings: dict[str, Any]) -> l
     trainer = Trainer(model, Layout.parse(layout, dist.get_world_size()), TrainSettings.model_validate(settings), CPU)
     data = Synthetic(model.vocab, trainer.settings.seq_len)
     return [trainer.step(n, trainer.batch(data, n))["loss"] for n in range(trainer.settings.steps)]
+
+
+def held_out_losses(folder: str, layout: str, model: str = "llama", steps: int = 2, sequences: int = 0) -> dict[str, Any]:
+    """Train, take the held-out loss, train on: it, and the losses of all steps. ``folder``: prepared data."""
+    trainer = trainer_of(model, layout, {"steps": max(1, 2 * steps)}, {})
+    source = TokenFile(Path(folder), trainer.settings.seq_len, reset=True)
+    held_out = HeldOut(source, sequences)
+    losses = [trainer.step(n, trainer.batch(source, n))["loss"] for n in range(steps)]
+    found = held_out.loss(trainer)
+    losses += [trainer.step(n, trainer.batch(source, n))["loss"] for n in range(steps, 2 * steps)]
+    return {"loss": found["eval_loss"], "tokens": found["eval_tokens"], "losses": losses}
+
+
+def plain_loss(folder: str, model: str, sequences: int) -> float:
+    """In one process: PyTorch's cross entropy on the logits of ``sequences`` sequences, one after the other, before training."""
+    trainer = trainer_of(model, "micro_batch=8", {}, {})
+    source = TokenFile(Path(folder), trainer.settings.seq_len, reset=True)
+    total = count = 0.0
+    for number in range(sequences):
+        batch = source.at([number])
+        with torch.no_grad():
+            logits = trainer.decoders[0](batch.ids, Tokens((0, trainer.settings.seq_len), batch.documents))[:, 0]
+        total += float(torch.nn.functional.cross_entropy(logits, batch.labels[0], ignore_index=-100, reduction="sum"))
+        count += float((batch.labels != -100).sum())
+    return total / count
+
+
+def spans_of_a_step(layout: str) -> dict[str, Any]:
+    """What every stage did in a step, as rank 0 is told, with the step's seconds and the stages' busy seconds."""
+    trainer, data = _trainer_and_data(layout, 1)
+    told: list[Any] = []
+    dist.barrier()
+    began = trainer.pipeline.clock.now()
+    trainer.step(0, trainer.batch(data, 0))
+    seconds = trainer.pipeline.clock.seconds(began, trainer.pipeline.clock.now())
+    busy = trainer.stage_seconds()
+    measured_spans(trainer, began, told.extend)
+    return {"spans": told, "seconds": seconds, "busy": busy}

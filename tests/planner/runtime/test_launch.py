@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -21,7 +22,8 @@ from cost_models.runs import load_runs, read_rows
 from cost_models.step import estimate
 from planner import plan as plans
 from planner.runtime.checkpoint import latest
-from planner.runtime.launch import launch, why
+from planner.runtime.launch import launch, stopped, why
+from planner.runtime.stop import workers_of
 from profiles.errors import AxisplanError, InputError
 from profiles.hardware import load_cluster
 from profiles.model import Attention, Layer, Mlp, uniform
@@ -77,7 +79,7 @@ def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path) -> None:
     runs, skipped = load_runs(read_rows(tmp_path / "run" / "runs.csv"))
     assert not skipped
     assert runs[0].layout == Layout.parse("dp=2")
-    assert runs[0].seconds == pytest.approx(sorted(r["seconds"] for r in records[1:])[1], rel=1e-4)
+    assert runs[0].seconds == pytest.approx(sorted(r["seconds"] for r in records[2:])[0], rel=1e-4)
     assert not alive(str(tmp_path))
 
 
@@ -193,6 +195,51 @@ def test_sigterm_saves_and_leaves_and_the_next_run_continues(tmp_path: Path) -> 
     more: list[dict[str, Any]] = []
     launch(arguments(path, "--steps", str(stopped + 2)), 2, more.append, timeout=200)
     assert [r["step"] for r in more] == [stopped + 1, stopped + 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", [1000, 0])
+def test_sigterm_to_the_command_is_one_line_after_every_worker_has_saved_and_left(tmp_path: Path, save: int) -> None:
+    path = folder(tmp_path, "dp=2", steps=5000, checkpoint_every=save, out="run", decay="constant")
+    command = [sys.executable, "-m", "cli", "run", str(path / "plan.json"), "--settings", str(path / "train.json"), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        rest, said = process.communicate(timeout=100)
+    steps = [json.loads(line)["step"] for line in rest.splitlines()]
+    last = steps[-1] if steps else 3
+    saved = path / "run" / "checkpoints" / f"step-{last:08d}"
+    what = f"saved {saved}" if save else "nothing was saved: checkpoint_every is 0"
+    assert said == f"axisplan: stopped by SIGTERM after step {last}; {what}\n"
+    assert process.returncode == 143
+    assert (latest(path / "run" / "checkpoints") == saved) == bool(save)
+    assert not alive(str(tmp_path))
+
+
+def test_workers_are_found_under_the_process_that_started_them_and_are_all_that_is() -> None:
+    sleep = "import sys, time; time.sleep(60)"
+    rank = {**os.environ, "RANK": "0"}
+    script = f"exec 3<&0; {sys.executable} -c '{sleep}' planner.runtime.worker & RANK=1 {sys.executable} -c '{sleep}' planner.runtime.worker & wait"
+    other = subprocess.Popen([sys.executable, "-c", sleep, "planner.runtime.worker"], env=rank)
+    parent = subprocess.Popen(["bash", "-c", script], env={k: v for k, v in os.environ.items() if k != "RANK"}, start_new_session=True)
+    try:
+        until = time.monotonic() + 20
+        while not (found := workers_of(parent.pid)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(found) == 1
+        assert b"RANK=1" in Path(f"/proc/{found[0]}/environ").read_bytes()
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        other.kill()
+        parent.wait()
+        other.wait()
+
+
+def test_a_worker_that_left_when_asked_is_quoted() -> None:
+    assert stopped(io.StringIO("noise\naxisplan-stopped: stopped by SIGTERM after step 7; saved x\n")) == "stopped by SIGTERM after step 7; saved x"
+    assert stopped(io.StringIO("noise\n")) == "stopped by SIGTERM; no step was under way, nothing was saved"
 
 
 @pytest.mark.slow
