@@ -200,7 +200,8 @@ def admit(plan: Plan, execution: str, target: str = "") -> tuple[Job, Layout]:
     job, layout = plan.job(), plan.layout_object
     if limits_of(job).target != execution:
         job = replace(job, execution=load_execution(execution))
-    broken = violations(job, layout)
+    judged = job if job.execution.name == execution else replace(job, execution=load_execution(execution))
+    broken = violations(judged, layout)
     if broken:
         made = plan.execution.get("name", "")
         other = "" if made.startswith(execution) else f" (made for --execution {made}; plan with --execution {execution})"

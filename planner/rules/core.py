@@ -108,10 +108,13 @@ def targets() -> tuple[str, ...]:
 FACTS = (
     ("schedules", "schedules"), ("cp_kinds", "cp_kinds"), ("dispatchers", "dispatchers"), ("axes", "axes"),
 )  # fmt: skip
+OWN = ("schedules", "cp_kinds")
+"""What a preset of an older generation states for itself: it may have had what its family has dropped since."""
 
 
 def limits_of(job: Job) -> Limits:
-    """The limits of the job's execution. A preset of an older generation (``megatron-2021``) has those of its family."""
+    """The limits of the job's execution. A preset of an older generation (``megatron-2021``) has those of its family, but for the schedules,
+    kinds of context parallelism and ZeRO stages that it states itself."""
     table = _table()
     name = job.execution.name
     target = name if name in table else next((t for t in table if name.startswith(t + "-")), "any")
@@ -120,9 +123,9 @@ def limits_of(job: Job) -> Limits:
     for key, fact in FACTS:
         allowed = getattr(execution, fact, None)
         if allowed is not None:
-            values[key] = [v for v in values[key] if v in allowed]
+            values[key] = [v for v in (table["any"] if key in OWN and name != target else values)[key] if v in allowed]
     stages = getattr(execution, "zero_stages", None)
-    if stages is not None and target == "any":
+    if stages is not None and name != target:
         values["zero"] = [z for z in values["zero"] if str(z) in stages]
     if execution.ep_overlap and job.model.moe is not None:
         values["recompute_modes"] = [m for m in values["recompute_modes"] if m not in values["ep_overlap_without"]]
