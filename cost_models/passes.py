@@ -17,6 +17,7 @@ from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import Layout, RecomputeRule
+from cost_models.measured import measured_pace, rows_of
 from cost_models.moe_ops import expected_distinct
 from cost_models.recompute import recomputed
 from cost_models.state_bytes import adapter_weights
@@ -156,10 +157,11 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     weights = trained_operations(job, cost.backward_weight)
     share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
     whole = rule.mode == "full"
-    forward = _pass(job, network, cost.forward, "forward", launch, blocking + sync)
-    backward_input = _pass(job, network, cost.backward_input, "backward_input", launch * (1 - share), blocking)
-    backward_weight = _pass(job, network, weights, "backward_weight", launch * share)
-    recompute = _pass(job, network, again, "forward", launch if whole else 0.0, blocking + sync if whole else 0.0)
+    ahead, back = _pace(job, key, unit, cost.forward, cost.backward_input, weights)
+    forward = _pass(job, network, cost.forward, "forward", launch, blocking + sync, ahead)
+    backward_input = _pass(job, network, cost.backward_input, "backward_input", launch * (1 - share), blocking, back)
+    backward_weight = _pass(job, network, weights, "backward_weight", launch * share, pace=back)
+    recompute = _pass(job, network, again, "forward", launch if whole else 0.0, blocking + sync if whole else 0.0, ahead)
     if job.execution.ep_overlap and not paired(key):
         forward, recompute, backward_input, backward_weight = _beside_each_other(
             forward, recompute, backward_input, backward_weight
@@ -175,6 +177,18 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     f, b, w = forward.seconds, recompute.seconds + backward_input.seconds, backward_weight.seconds
     saving = _paired_saving(job, network, forward, recompute, backward_input, backward_weight)
     return UnitSeconds(forward, recompute, backward_input, backward_weight, sent, flops, saving, gather, scatter, f, b, w)
+
+
+def _pace(
+    job: Job, key: Layout, unit: int, forward: tuple[Operation, ...], backward_input: tuple[Operation, ...], weights: tuple[Operation, ...]
+) -> tuple[float, float]:  # fmt: skip
+    """Measured over analytic compute seconds of (forward, backward) where the unit was measured, else 0 (``measured``)."""
+    if not rows_of(job, unit):
+        return 0.0, 0.0
+    gpu, execution = job.cluster.gpu, job.execution
+    back = price(gpu, execution, backward_input).seconds + price(gpu, execution, weights).seconds
+    ahead, behind = measured_pace(job, key, unit, price(gpu, execution, forward).seconds, back)
+    return float(ahead), float(behind)
 
 
 PARTS = {
@@ -242,15 +256,25 @@ def nodes_reached(moe: Moe, nodes: int) -> float:
 
 
 def _pass(
-    job: Job, network: Network, operations: tuple[Operation, ...], which: Pass, launch: float = 0.0, extra: float = 0.0
+    job: Job,
+    network: Network,
+    operations: tuple[Operation, ...],
+    which: Pass,
+    launch: float = 0.0,
+    extra: float = 0.0,
+    pace: float = 0.0,
 ) -> PassSeconds:
-    """One pass of one unit. ``launch``: host seconds to launch it, which may be longer than the work; ``extra``: host seconds on top."""
+    """One pass of one unit. ``launch``: host seconds to launch it, which may be longer than the work; ``extra``: host seconds on
+    top; ``pace``: where it was measured, its seconds over those of its compute, the host's part included."""
     execution, layout = job.execution, network.layout
     if not operations:
         return PassSeconds()
     if layout.ring > 1 and layout.cp_kind != "allgather":
         operations = in_ring_blocks(operations, layout.ring, execution.ring_merge_bytes)
     compute = floats(price(job.cluster.gpu, execution, operations))
+    if pace:
+        compute = compute.times(pace)
+        return PassSeconds(compute, exposed(network, execution, operations, which, compute), 0.0)
     exposures = exposed(network, execution, operations, which, compute)
     host = extra + max(0.0, launch - compute.seconds - sum(exposures.values()))
     if is_host(job.cluster.gpu):
@@ -304,17 +328,28 @@ def _with_sharding(
     forward: PassSeconds, recompute: PassSeconds, backward_input: PassSeconds, backward_weight: PassSeconds, gather: float,
     scatter: float,
 ) -> tuple[PassSeconds, PassSeconds]:  # fmt: skip
-    """Forward and backward with the unit's gathers and reduction: beside its work where the framework prefetches."""
+    """Forward and backward with the unit's gathers and reduction: beside its work where the framework prefetches. Copying into and
+    out of their buffers takes memory bandwidth from the work, so it is never hidden."""
     layout, execution = network.layout, job.execution
+    copy_out, copy_in = _buffer_copies(job, layout, unit)
     if gathers_once(job, layout):
-        gather = 0.0
+        gather = copy_out = 0.0
     if reduces_once(job, layout):
-        scatter = 0.0
-    before, after = gather, gather * (execution.gathers_per_microbatch - 1) + scatter
+        scatter = copy_in = 0.0
+    again = execution.gathers_per_microbatch - 1
+    before, after = gather, gather * again + scatter
     work = recompute.seconds + backward_input.seconds + backward_weight.seconds
     if execution.fsdp_prefetch and not is_host(job.cluster.gpu):
         before, after = hidden(before, forward.seconds), hidden(after, work)
-    return _add(forward, "dp", before), _add(backward_input, "dp", after)
+    return _add(forward, "dp", before + copy_out), _add(backward_input, "dp", after + copy_out * again + copy_in)
+
+
+def _buffer_copies(job: Job, layout: Layout, unit: int) -> tuple[float, float]:
+    """Seconds of copying a unit's parameters out of their gathered buffer (ZeRO-3), and its gradients into the one reduced."""
+    execution, rate = job.execution, job.cluster.gpu.memory_bytes_per_second
+    gathered = float(sum(gather_bytes(job, held_weights(job, layout, unit)))) if layout.zero == 3 else 0.0
+    reduced = float(unit_weights(job, layout, unit).all)
+    return execution.gather_copies * gathered / rate, execution.reduce_copy_bytes * reduced / rate
 
 
 def reduces_once(job: Job, layout: Layout) -> bool:

@@ -59,6 +59,11 @@ class TimeFacts:
     """The next layer's parameters are gathered beside this layer's work."""
     gathers_per_microbatch: float = 2.0
     """ZeRO-3 gathers for forward and again for backward (1: parameters stay until backward, SHARD_GRAD_OP)."""
+    gather_copies: float = 0.0
+    """Times a gathered byte is read and written in the GPU's memory beyond the collective (FSDP2 and DeepSpeed copy parameters out of
+    the gathered buffer: 2; FSDP1's flat parameter is the buffer: 0)."""
+    reduce_copy_bytes: float = 0.0
+    """Bytes read and written a gradient element to lay it out for its reduction (FSDP2: 16 bits in, fp32 out: 6)."""
     reduce_every_microbatch: bool = True
     """ZeRO-2 and 3 reduce gradients after every microbatch, under a pipeline too; otherwise a pipeline reduces with the last
     one."""
