@@ -127,32 +127,21 @@ def _serve() -> None:
             _leave_groups()
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-        if "value" in answer:
-            _leave_groups()
 
 
 def _leave_groups() -> None:
-    """End the process groups that a call has made: each keeps threads, and hundreds of them take the machine's time while idle."""
+    """Give back every group that the call made: each has threads that wake a hundred times a second for as long as it lives.
+
+    DTensor's caches go too: they answer with meshes of earlier calls (equal by shape), whose groups no longer are.
+    """
     import gc
 
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
-
-    dist.barrier()  # nobody is still talking over them
-    world = dist.group.WORLD
-    for group in [g for g in distributed_c10d._world.pg_map if g is not world]:
-        dist.destroy_process_group(group)
-    gc.collect()
-
-
-def _leave_groups() -> None:
-    """Give back every group that the call made: each has threads that wake a hundred times a second for as long as it lives."""
-    import gc
-
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
+    from torch.distributed.tensor import debug
 
     dist.barrier()  # nobody leaves a group in which another still waits
+    debug._clear_sharding_prop_cache()
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
