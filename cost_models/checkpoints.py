@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 from cost_models.job import Job
 from cost_models.layout import Layout
-from cost_models.stage_states import stage_holding
+from cost_models.stage_states import Tensors, stage_holding
 from cost_models.state_bytes import bytes_of
+from profiles.model import ModelSpec
 
 WIDE = 4.0
 """Bytes of a master value."""
+EXPORT_FILE = 4 << 30
+"""Bytes of a file of an exported model."""
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,10 @@ def checkpoint_bytes(job: Job, layout: Layout) -> CheckpointBytes:
     box = 2 * WIDE * max(float(t.largest) for t in trained)
     whole = float(stage_holding(job, Layout(), 0)[1].all)
     return CheckpointBytes(saved * whole, saved * max(elements), saved * max(nodes), box, box * node)
+
+
+def export_bytes(model: ModelSpec) -> float:
+    """Host memory of ``axisplan export``, which runs in one process: the file being filled (at most ``EXPORT_FILE`` and one
+    parameter more), and the largest parameter (all experts of a layer) as stored, as read and as written."""
+    largest = max(weight.elements for weights in Tensors.of(model).units.values() for weight in weights)
+    return EXPORT_FILE + (2 * WIDE + 2) * largest

@@ -201,6 +201,32 @@ def run(
     launch(arguments, loaded.layout_object.world, record, port=port)
 
 
+@command("export", "axisplan export run --out my-model\naxisplan export run/checkpoints/step-00000200 --dtype fp32 --out my-model")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(("bf16", "fp16", "fp32")), default="bf16", show_default=True)
+@click.option(
+    "--config", type=click.Path(path_type=Path, dir_okay=False), help="A Hugging Face config.json to lay beside the weights."
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
+def export(checkpoint: Path, dtype: str, config: Path | None, out: Path) -> None:
+    """A run's CHECKPOINT (or the last one of a run's folder) as Hugging Face safetensors, in one process."""
+    import torch
+
+    from cost_models.checkpoints import export_bytes
+    from planner.runtime.checkpoint import find, read_facts
+    from planner.runtime.weights import export as write
+    from planner.screen import gib
+    from profiles.model import ModelSpec
+
+    path = find(checkpoint)
+    needed = export_bytes(ModelSpec.model_validate(read_facts(path)["model"]))
+    click.echo(f"reading {path}; at most {gib(needed)} of host memory", err=True)
+    if config is not None and not config.is_file():
+        raise InputError("--config", config, "is not a file")
+    for file in write(path, out, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype], config):
+        click.echo(file)
+
+
 @cli.group("data", cls=Commands, context_settings=CONTEXT)
 def data() -> None:
     """Training data: text to tokens that are mapped into memory."""

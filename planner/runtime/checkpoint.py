@@ -157,6 +157,16 @@ def latest(folder: Path) -> Path | None:
     return folder / pointer.read_text(encoding="utf-8").strip()
 
 
+def find(path: Path) -> Path:
+    """The checkpoint at ``path``: itself, or the last whole one of a run's folder or of its ``checkpoints``. Raises InputError."""
+    for folder in (path, path / "checkpoints"):
+        if (folder / "axisplan.json").is_file():
+            return folder
+        if (last := latest(folder)) is not None:
+            return last
+    raise InputError("checkpoint", path, "holds no whole checkpoint of axisplan run")
+
+
 def read_facts(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself. Raises InputError where it is none."""
     try:

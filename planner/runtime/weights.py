@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cost_models.checkpoints import EXPORT_FILE
 from planner.runtime import checkpoint
 from planner.runtime.adapters import is_adapter
 from planner.runtime.data_parallel import Piece
@@ -24,7 +25,7 @@ from profiles.errors import InputError
 from profiles.files import write_text
 from profiles.model import ModelSpec
 
-SHARD_BYTES = 4 << 30
+SHARD_BYTES = EXPORT_FILE
 GPT2 = {
     "embed_tokens.weight": "wte.weight", "embed_positions": "wpe.weight", "norm": "ln_f", "input_layernorm": "ln_1",
     "post_attention_layernorm": "ln_2", "o_proj": "attn.c_proj", "up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj",

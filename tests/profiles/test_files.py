@@ -15,7 +15,7 @@ def test_a_full_disk_is_said_with_the_file_and_the_old_file_stays(tmp_path: Path
     path = tmp_path / "plan.json"
     write_text(path, "old")
     monkeypatch.setattr(os, "fdopen", lambda handle, *_, **__: os.close(handle) or open("/dev/full", "w"))  # noqa: SIM115
-    with pytest.raises(OSError, match="No space left on device: '.*plan.json'") as caught:
+    with pytest.raises(OSError, match=r"No space left on device: '.*plan.json'") as caught:
         write_text(path, "new")
     assert caught.value.filename == str(path)
     assert path.read_text() == "old"
@@ -30,7 +30,12 @@ def test_a_folder_made_for_what_then_fails_is_taken_away_and_one_that_was_there_
     with pytest.raises(KeyError), new_folder(tmp_path / "c"):
         raise KeyError
     assert (tmp_path / "c").is_dir()
-    with pytest.raises(KeyError), new_folder(tmp_path / "d"):
-        (tmp_path / "d" / "kept").touch()
-        raise KeyError
+
+    def fill_and_fail(folder: Path) -> None:
+        with new_folder(folder):
+            (folder / "kept").touch()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fill_and_fail(tmp_path / "d")
     assert (tmp_path / "d" / "kept").exists()

@@ -9,17 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as read_state
 
 from cost_models.layout import Layout
 from planner.runtime import weights
 from planner.runtime.attention import Tokens
-from planner.runtime.checkpoint import Checkpoints
+from planner.runtime.checkpoint import Boxes, Checkpoints, _copied, state_of
 from planner.runtime.collectives import all_gather
 from planner.runtime.data import Batch, TokenFile, indices_of
 from planner.runtime.evaluate import HeldOut
 from planner.runtime.loop import checkpoint_facts, resume
+from planner.runtime.metrics import most_allocated
 from planner.runtime.timeline import measured_spans
 from planner.runtime.train import Trainer, TrainSettings
+from profiles.errors import AxisplanError
 from profiles.huggingface import load_model
 from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe, uniform
 
@@ -283,3 +286,38 @@ def spans_of_a_step(layout: str) -> dict[str, Any]:
     busy = trainer.stage_seconds()
     measured_spans(trainer, began, told.extend)
     return {"spans": told, "seconds": seconds, "busy": busy}
+
+
+def checkpoint_peaks(folder: str, layout: str, model: str, precision: str) -> dict[str, int]:
+    """Bytes that this rank's copy of a save holds, that its save and its load allocate at most at once, and of the files."""
+    settings = {"precision": precision, "steps": 1}
+    trainer, data = _trainer_and_data(layout, 1, model=model, settings=settings)
+    trainer.step(0, trainer.batch(data, 0))
+    saved = Checkpoints(Path(folder))
+    with torch.autograd.profiler.profile(profile_memory=True) as saving:
+        copy = {name: _copied(value) for name, value in state_of(trainer, once=True).items()}
+    held = sum(p.tensor.nbytes for value in copy.values() if isinstance(value, Boxes) for p in value.pieces)
+    saved.save(trainer, 1, checkpoint_facts(trainer), wait=True)
+    trainer.optimizer.prepare(1)
+    state = state_of(trainer)
+    with torch.autograd.profiler.profile(profile_memory=True) as loading:
+        read_state(state, checkpoint_id=Path(folder) / "step-00000001")
+    files = sum(p.stat().st_size for p in (Path(folder) / "step-00000001").glob("*.distcp"))
+    return {"held": held, "saving": most_allocated(saving), "loading": most_allocated(loading), "files": files}
+
+
+def save_where_nothing_can_be_named(folder: str) -> str:
+    """A save whose pointer cannot be renamed into place (a folder stands there): what this rank says."""
+    trainer, data = _trainer_and_data("dp=2,zero=1", 2)
+    trainer.step(0, trainer.batch(data, 0))
+    path = Path(folder)
+    if dist.get_rank() == 0:
+        (path / "latest").rename(path / "before")
+        (path / "latest").mkdir()
+        (path / "latest" / "in-the-way").touch()
+    dist.barrier()
+    try:
+        Checkpoints(path).save(trainer, 2, checkpoint_facts(trainer), wait=True)
+    except AxisplanError as error:
+        return str(error)
+    return ""

@@ -23,7 +23,7 @@ def test_texts_become_their_bytes_with_an_end_after_each(tmp_path: Path) -> None
 
 
 def test_a_file_that_cannot_be_read_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="data: '.*nope.txt': cannot be read as text"):
+    with pytest.raises(InputError, match=r"data: '.*nope.txt': cannot be read as text"):
         prepare([tmp_path / "nope.txt"], tmp_path / "new" / "folder")
     assert not (tmp_path / "new").exists()
     with pytest.raises(InputError, match="tokenizer"):
@@ -34,7 +34,7 @@ def test_a_file_that_cannot_be_read_leaves_no_folder(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("text " * 10_000)
     (tmp_path / f".tokens.bin.{os.getpid()}").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device: '.*tokens.bin'"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*tokens.bin'"):
         prepare([tmp_path / "a"], tmp_path)
 
 
@@ -44,6 +44,10 @@ def test_every_epoch_is_an_order_of_its_own_over_all_sequences(tmp_path: Path) -
     source = TokenFile(tmp_path, 16, seed=3)
     assert source.count == 8
     first, second = (source.batch(range(e * 8, e * 8 + 8)).ids for e in range(2))
-    assert sorted(map(tuple, first.tolist())) == sorted(map(tuple, second.tolist())) == sorted(map(tuple, source.at(range(8)).ids.tolist()))
+    assert (
+        sorted(map(tuple, first.tolist()))
+        == sorted(map(tuple, second.tolist()))
+        == sorted(map(tuple, source.at(range(8)).ids.tolist()))
+    )
     assert not first.equal(second)
     assert source.at([2]).ids.tolist()[0] == [97 + i % 26 for i in range(32, 48)]

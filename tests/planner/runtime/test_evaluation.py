@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_every_action_of_a_step_is_measured_once_and_none_overlap_on_a_stage(
         assert kinds.count("forward") == 4
         assert kinds.count("backward") + kinds.count("backward_weight") == 4
         assert kinds[-2:] == ["reduce", "optimizer"]
-        assert all(a["end"] <= b["start"] for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a["end"] <= b["start"] for a, b in pairwise(mine))
         assert mine[0]["start"] >= 0
         assert mine[-1]["end"] <= got["seconds"] + 1.0
         assert sum(s["end"] - s["start"] for s in mine if s["microbatch"] >= 0) == pytest.approx(got["busy"][stage])

@@ -223,7 +223,9 @@ def test_workers_are_found_under_the_process_that_started_them_and_are_all_that_
     rank = {**os.environ, "RANK": "0"}
     script = f"exec 3<&0; {sys.executable} -c '{sleep}' planner.runtime.worker & RANK=1 {sys.executable} -c '{sleep}' planner.runtime.worker & wait"
     other = subprocess.Popen([sys.executable, "-c", sleep, "planner.runtime.worker"], env=rank)
-    parent = subprocess.Popen(["bash", "-c", script], env={k: v for k, v in os.environ.items() if k != "RANK"}, start_new_session=True)
+    parent = subprocess.Popen(
+        ["bash", "-c", script], env={k: v for k, v in os.environ.items() if k != "RANK"}, start_new_session=True
+    )
     try:
         until = time.monotonic() + 20
         while not (found := workers_of(parent.pid)) and time.monotonic() < until:
@@ -238,7 +240,10 @@ def test_workers_are_found_under_the_process_that_started_them_and_are_all_that_
 
 
 def test_a_worker_that_left_when_asked_is_quoted() -> None:
-    assert stopped(io.StringIO("noise\naxisplan-stopped: stopped by SIGTERM after step 7; saved x\n")) == "stopped by SIGTERM after step 7; saved x"
+    assert (
+        stopped(io.StringIO("noise\naxisplan-stopped: stopped by SIGTERM after step 7; saved x\n"))
+        == "stopped by SIGTERM after step 7; saved x"
+    )
     assert stopped(io.StringIO("noise\n")) == "stopped by SIGTERM; no step was under way, nothing was saved"
 
 
