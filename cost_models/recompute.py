@@ -31,12 +31,17 @@ CORE_ATTENTION = (
     "core_attention", "scores", "softmax", "context", "repeat_kv", "ring_kv", "gather_kv", "ulysses_qkv", "ulysses_output",
 )  # fmt: skip
 """Core attention, context parallelism's exchanges included."""
+ENTRIES = ("attention_in", "mlp_in")
+"""Collectives that gather a norm's output before the layers that read it."""
 UP_PROJECTIONS = ("q_up", "kv_up", "rope", "q_latent_norm", "kv_latent_norm")
 
 
-def recomputed(forward: tuple[Operation, ...], rule: RecomputeRule, stops_early: bool = False) -> tuple[Operation, ...]:
+def recomputed(
+    forward: tuple[Operation, ...], rule: RecomputeRule, stops_early: bool = False, regathers: bool = False
+) -> tuple[Operation, ...]:
     """The operations of ``forward`` that run again under ``rule``; ``stops_early``: not what follows the last tensor that backward
-    needs (``Execution.recompute_stops_early``)."""
+    needs (``Execution.recompute_stops_early``); ``regathers``: a recomputed norm's output is kept gathered over TP otherwise, so it
+    is gathered again (``Execution.keeps_gathered_input`` with ``discards_outputs``)."""
     if rule.mode == "none":
         return ()
     if rule.mode == "full":
@@ -46,6 +51,8 @@ def recomputed(forward: tuple[Operation, ...], rule: RecomputeRule, stops_early:
         chosen = _needed(chosen)
     if stops_early:  # the output's exchange keeps nothing
         chosen = tuple(op for op in chosen if op.name != "ulysses_output")
+    if regathers and "layernorm" in rule.modules:
+        chosen += tuple(op for op in forward if isinstance(op, Collective) and op.name in ENTRIES and op.kind == "all_gather")
     return chosen + (_every_second(forward) if "op" in rule.modules else ())
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from cost_models.activations import chunk_memory, runs_of, unit_cost
 from cost_models.job import Job
-from cost_models.layer_cost import Local
-from cost_models.layout import SPLIT_BACKWARD, Layout
+from cost_models.layer_cost import LayerCost, Local
+from cost_models.layout import SPLIT_BACKWARD, Layout, RecomputeRule
 from cost_models.memory import ZERO_BUBBLE, StageMemory, stage_memory
 from cost_models.recompute import recomputed
 from cost_models.schedules import in_flight
@@ -72,7 +72,7 @@ def chunk_operations(job: Job, layout: Layout, chunk: int) -> Iterator[Operation
         yield from unit_cost(job, layout, "embedding").operations()
     for run in runs_of(job, layout, chunk):
         cost = unit_cost(job, layout, run.kind)
-        yield from (*cost.operations(), *recomputed(cost.forward, run.rule, job.execution.recompute_stops_early)) * run.count
+        yield from (*cost.operations(), *again(job, cost, run.rule)) * run.count
     if chunk == layout.chunks - 1:
         yield from unit_cost(job, layout, "head").operations()
         last = layout.recompute_rules.of(job.model.num_layers - 1)
@@ -80,7 +80,14 @@ def chunk_operations(job: Job, layout: Layout, chunk: int) -> Iterator[Operation
             cost = unit_cost(job, layout, "mtp")
             yield from cost.operations()
             layer = unit_cost(job, layout, job.model.pattern[-1])
-            yield from recomputed(layer.forward, last, job.execution.recompute_stops_early)
+            yield from again(job, layer, last)
+
+
+def again(job: Job, cost: LayerCost, rule: RecomputeRule) -> tuple[Operation, ...]:
+    """What backward runs again of a layer."""
+    execution = job.execution
+    regathers = execution.keeps_gathered_input and execution.discards_outputs
+    return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers)
 
 
 def boundary_bytes(job: Job, layout: Layout, chunk: int) -> int:

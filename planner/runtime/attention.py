@@ -122,6 +122,8 @@ class Rotary:
 class SelfAttention(nn.Module):
     """Multi-head, grouped-query or multi-query attention. Key/value heads are repeated on neighbouring ranks where tp exceeds them."""
 
+    entered = True
+
     def __init__(
         self, spec: Attention, model: ModelSpec, tp: TensorParallel, core: Any, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -151,8 +153,7 @@ class SelfAttention(nn.Module):
         return Linear(sliced((outputs, inputs), 0, parts, place, **facts), bias, dtype, device)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """[s (/tp under SP), b, hidden] -> the same."""
-        x = self.tp.enter(x)
+        """[s, b, hidden], entered -> [s (/tp under SP), b, hidden]."""
         s, b, _ = x.shape
         q = self.q_proj(x).view(s, b, self.heads, -1)
         k = self.k_proj(x).view(s, b, self.kv_heads, -1)

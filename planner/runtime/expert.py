@@ -185,7 +185,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, per_expert: list[int]) -> Tensor:
         up = self._linear(x, "up_proj", per_expert)
         first, second = (self._linear(x, "gate_proj", per_expert), up) if self.gated else (up, None)
-        return self._linear(self.recompute("moe_act", act, first, second, self.kind), "down_proj", per_expert)
+        return self.recompute.through(
+            "moe_act", act, (first, second, self.kind), lambda made: self._linear(made, "down_proj", per_expert)
+        )
 
     def _linear(self, x: Tensor, name: str, per_expert: list[int]) -> Tensor:
         """Each expert's weight, and its adapter where there is one (``adapters``)."""

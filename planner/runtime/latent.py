@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from planner.runtime.attention import Rotary, Tokens
 from planner.runtime.norms import Norm
+from planner.runtime.recompute import again
 from planner.runtime.tensor import Linear, TensorParallel, split_inputs, split_outputs
 from profiles.model import LatentAttention, ModelSpec
 
 
 class LatentSelfAttention(nn.Module):
     """[s (/tp under SP), b, hidden] -> the same."""
+
+    entered = False
 
     def __init__(
         self, spec: LatentAttention, model: ModelSpec, tp: TensorParallel, core: Any, recompute: Any, dtype: torch.dtype, device: torch.device
@@ -54,8 +57,13 @@ class LatentSelfAttention(nn.Module):
         latent, turned = self.kv_a_proj_with_mqa(x).split([spec.kv_rank, spec.rope_dim], -1)
         first = self.q_a_layernorm(self.q_a_proj(x)) if spec.q_rank else x
         entered = self.tp.enter(torch.cat([first, self.kv_a_layernorm(latent.contiguous()), turned], -1))
-        q, k, v = self.recompute("mla_up_proj", self._expand, entered, tokens)
-        return self.o_proj(self.core(q, k, v, tokens, *self.rule).flatten(2))
+        if {"mla_up_proj", "core_attn"} <= self.recompute.parts:
+            seen = again(lambda one: self.core.function(*self._expand(one, tokens), tokens, *self.rule), entered)
+        else:
+            seen = self.recompute.through(
+                "mla_up_proj", self._expand, (entered, tokens), lambda made: self.core(*made, tokens, *self.rule)
+            )
+        return self.o_proj(seen.flatten(2))
 
     def _expand(self, entered: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """Latents of all tokens -> q, k [s, b, heads, nope + rope] and v [s, b, heads, value] of this rank's heads."""

@@ -58,7 +58,10 @@ def act(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 
 
 class MlpBlock(nn.Module):
-    """[tokens, ..., hidden] -> the same. Saves its input, gate, up and their product (each projection's own input)."""
+    """[tokens, ..., hidden], entered -> [tokens (/tp under SP), ..., hidden]. Saves its input, gate, up and their product (each
+    projection's own input)."""
+
+    entered = True
 
     def __init__(
         self, spec: Mlp, hidden: int, layers: int, tp: TensorParallel, recompute: Any, dtype: torch.dtype, device: torch.device
@@ -72,7 +75,6 @@ class MlpBlock(nn.Module):
         self.gated = spec.gated
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tp.enter(x)
         up = self.up_proj(x)
         first, second = (self.gate_proj(x), up) if self.gated else (up, None)
-        return self.down_proj(self.recompute("mlp_act", act, first, second, self.kind))
+        return self.recompute.through("mlp_act", act, (first, second, self.kind), self.down_proj)

@@ -174,16 +174,16 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, build: Build, spec: Layer, index: int, rule: RecomputeRule | None = None) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.tp = spec, build.tp
         self.recompute = Recomputed(rule or build.layout.recompute_rules.of(index))
         common = (build.tp, self.recompute, build.dtype, build.device)
         self.self_attn: nn.Module | None = None
         if isinstance(spec.mixer, Attention):
             self.self_attn = SelfAttention(
-                spec.mixer, build.model, build.tp, _core(build, self.recompute), build.dtype, build.device
+                spec.mixer, build.model, build.tp, Core(build, self.recompute), build.dtype, build.device
             )
         elif isinstance(spec.mixer, LatentAttention):
-            self.self_attn = LatentSelfAttention(spec.mixer, build.model, build.tp, _core(build, self.recompute), *common[1:])
+            self.self_attn = LatentSelfAttention(spec.mixer, build.model, build.tp, Core(build, self.recompute), *common[1:])
         if self.self_attn is not None:
             self.input_layernorm = build.norm()
         self.mlp: nn.Module | None = None
@@ -210,25 +210,43 @@ class DecoderLayer(nn.Module):
         return again(self._forward, x, tokens) if self.recompute.full and torch.is_grad_enabled() else self._forward(x, tokens)
 
     def _forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        norm = self._norm
-        if self.spec.parallel and self.self_attn is not None and self.mlp is not None:
-            first = norm("input_layernorm", x)
-            second = first if self.spec.norms == 1 else norm("post_attention_layernorm", x)
-            return x + self.self_attn(first, tokens) + self.mlp(second)
-        if self.self_attn is not None:
-            if self.spec.post_norm:
-                x = x + norm("input_layernorm", self.self_attn(x, tokens))
+        spec, attention, mlp = self.spec, self.self_attn, self.mlp
+        if spec.parallel and attention is not None and mlp is not None:
+            if spec.norms == 2:
+                return x + self._normed("input_layernorm", attention, x, tokens) + self._normed("post_attention_layernorm", mlp, x)
+            both = self.recompute.through(
+                "layernorm",
+                self.input_layernorm,
+                (x,),
+                lambda h: attention(self._enter(attention, h), tokens) + mlp(self._enter(mlp, h)),
+            )
+            return x + both
+        if attention is not None:
+            if spec.post_norm:
+                x = x + self.input_layernorm(attention(self._enter(attention, x), tokens))
             else:
-                x = x + self.self_attn(norm("input_layernorm", x), tokens)
-        if self.mlp is not None:
-            if self.spec.post_norm:
-                x = x + norm("post_attention_layernorm", self.recompute(self.ffn_part, self.mlp, x))
+                x = x + self._normed("input_layernorm", attention, x, tokens)
+        if mlp is not None:
+            if spec.post_norm:
+                x = x + self.post_attention_layernorm(self.recompute(self.ffn_part, lambda h: mlp(self._enter(mlp, h)), x))
+            elif self.ffn_part not in self.recompute.parts:
+                x = x + self._normed("post_attention_layernorm", mlp, x)
+            elif "layernorm" in self.recompute.parts:
+                x = x + again(lambda h: mlp(self._enter(mlp, self.post_attention_layernorm(h))), x)
             else:
-                x = x + self.recompute(self.ffn_part, self.mlp, norm("post_attention_layernorm", x))
+                x = x + again(lambda h: mlp(self._enter(mlp, h)), self.post_attention_layernorm(x))
         return x
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return self.recompute("layernorm", getattr(self, name), x)
+    def _enter(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Blocks whose first layer is cut over tp are given every token."""
+        return self.tp.enter(x) if block.entered else x
+
+    def _normed(self, norm: str, block: nn.Module, x: Tensor, *rest: Tokens) -> Tensor:
+        """``block`` of the normalised ``x``."""
+        out: Tensor = self.recompute.through(
+            "layernorm", lambda one: self._enter(block, getattr(self, norm)(one)), (x,), lambda made: block(made, *rest)
+        )
+        return out
 
 
 class PredictionLayer(DecoderLayer):
@@ -258,14 +276,16 @@ def shares_embedding(model: ModelSpec) -> bool:
     return model.tied or model.mtp > 0
 
 
-def _core(build: Build, recompute: Recomputed) -> Any:
-    """Attention of this rank's tokens under the layout's context parallelism."""
-    function = attend if build.layout.cp == 1 else ContextAttention(build.mesh)
+class Core:
+    """Attention of this rank's tokens under the layout's context parallelism: q, k, v, tokens, window, chunk, scale."""
 
-    def core(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float) -> Tensor:
-        return recompute("core_attn", function, q, k, v, tokens, window, chunk, scale)
+    def __init__(self, build: Build, recompute: Recomputed) -> None:
+        self.function = attend if build.layout.cp == 1 else ContextAttention(build.mesh)
+        self.recompute = recompute
 
-    return core
+    def __call__(self, *arguments: Any) -> Tensor:
+        out: Tensor = self.recompute("core_attn", self.function, *arguments)
+        return out
 
 
 def _check(model: ModelSpec, layout: Layout) -> None:

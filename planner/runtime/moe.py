@@ -142,6 +142,8 @@ class Router(nn.Module):
 class MoeBlock(nn.Module):
     """[s (/tp under SP), b, hidden] -> the same."""
 
+    entered = False
+
     def __init__(
         self, spec: Moe, hidden: int, layers: int, index: int, mesh: Mesh, tp: TensorParallel, capacity: float, balance: Balance,
         recompute: Any, dtype: torch.dtype, device: torch.device,
@@ -169,7 +171,7 @@ class MoeBlock(nn.Module):
         out = self._routed(x)
         if not self.spec.shared_width:
             return out
-        shared = self.recompute("shared_experts", self.shared_experts, x)
+        shared = self.recompute("shared_experts", lambda one: self.shared_experts(self.tp.enter(one)), x)
         if self.spec.shared_gate:
             shared = shared * F.linear(x, self.shared_expert_gate).sigmoid()
         return out + shared

@@ -63,9 +63,16 @@ EIGHT = [
     (8, "cp=8", "gpt"), (8, "cp=8,cp_kind=ulysses", "mqa"), (8, "tp=2,pp=2,dp=2,ep=4,order=tp-pp-dp,zero=1", "moe-qwen2"),
     (8, "pp=8,micro_batch=1", "llama8"),
 ]  # fmt: skip
+DROPPED = "recompute=selective(layernorm,mlp_act,moe_act,mla_up_proj)"
+RECOMPUTED = [
+    (2, f"tp=2,{DROPPED}", "llama"), (2, f"tp=2,sp=false,{DROPPED}", "mla"), (2, f"cp=2,{DROPPED}", "mla"),
+    (2, f"pp=2,schedule=zb-h1,{DROPPED}", "moe-v3"), (2, "tp=2,recompute=selective(mla_up_proj,core_attn,moe)", "mla"),
+    (2, "dp=2,zero=3,recompute=selective(layernorm,mlp)", "llama"), (2, "tp=2,etp=2,recompute=selective(layernorm,shared_experts)", "moe-v3"),
+    (4, f"tp=2,dp=2,ep=4,zero=3,{DROPPED}", "moe-v3"), (4, f"tp=2,pp=2,schedule=zb-v,{DROPPED}", "llama"),
+]  # fmt: skip
 MATRIX = [
     pytest.param(*case, marks=pytest.mark.verify if case[0] == 8 else [] if number % 7 == 0 else pytest.mark.slow)
-    for number, case in enumerate(DENSE + CONTEXT + EXPERTS + LATENT + EIGHT)
+    for number, case in enumerate(DENSE + CONTEXT + EXPERTS + LATENT + EIGHT + RECOMPUTED)
 ]
 """Of those of up to 4 processes every seventh runs always, the others in CI; those of 8 processes in ``make verify``."""
 
