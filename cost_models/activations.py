@@ -122,6 +122,10 @@ def assemble(
         ways, _ = shards(degrees)
         backward = where(ways > 1, sharded[1], backward)
         loss = None if loss is None else where(ways > 1, sharded[0], loss)
+    bucket: Number = 0
+    if degrees.zero == 2 and job.execution.gradient_bucket_bytes:
+        bucket = gradient_buckets(job, degrees, runs, first=first, last=last)
+        backward = backward + bucket
     if not job.execution.split_backward_keeps_graph:
         return ChunkMemory(kept, weight_pass, loss, backward, largest, ending=backward)
     if first:
@@ -134,8 +138,19 @@ def assemble(
         largest,
         weight_pass - kept,
         unit_memory(job, degrees, "passing").kept,
-        weight_gradients(job, degrees, runs, last=last) - weight_pass,
+        weight_gradients(job, degrees, runs, last=last) + bucket - weight_pass,
     )
+
+
+def gradient_buckets(job: Job, degrees: Any, runs: Iterable[Run], *, first: bool, last: bool) -> Number:
+    """Whole gradients of a chunk that ZeRO-2 gathers in buckets before it reduces them: one bucket's, at most (0 where it shards over
+    one rank)."""
+    execution = job.execution
+    units = Units(job, degrees, first, last)
+    count: Number = units.ends + sum(units.holding(run.kind).all * run.count for run in runs)
+    ways, _ = shards(degrees)
+    most = execution.unsharded_gradient_units * execution.gradient_bucket_bytes
+    return where(ways > 1, minimum(units.reduce * count, most), 0)
 
 
 def weight_gradients(job: Job, degrees: Any, runs: Iterable[Run], *, last: bool) -> Number:

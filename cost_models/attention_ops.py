@@ -126,6 +126,7 @@ def attention_operations(local: Local, mixer: Attention, *, entry: Entry, post_n
         (size * output_width, h * output_width),
         products=products,
         free=size * (query_width + kv_width + value_width + output_width),
+        done=size * value_width,
     )
     return b.residual("attention", post_norm=post_norm, gradients=gradients, reduce=leave)
 

@@ -354,20 +354,28 @@ class Builder:
             self.enter_tensor_parallel(f"{block}_in", local.tokens * width)
 
     def backward_peak(
-        self, entering: tuple[Number, Number], core: Number, leaving: tuple[Number, Number], *, products: int, free: Number
+        self,
+        entering: tuple[Number, Number],
+        core: Number,
+        leaving: tuple[Number, Number],
+        *,
+        products: int,
+        free: Number,
+        done: Number = 0,
     ) -> Gradients:
         """The most bytes of gradients alive in a block's backward, beyond what it saved, the residual stream's apart.
 
         Three moments: the last linear layer's (``leaving``: bytes of its input, elements of its weight), with its output's gradient
         gathered under SP; the ``core``'s; the first linear layers' (``entering``: bytes of their outputs, elements of the largest
-        weight) with the gradients of their input from up to two of ``products``, when ``free`` bytes of the saved are gone.
+        weight) with the gradients of their input from up to two of ``products``, when ``free`` bytes of the saved are gone, and with the first
+        product ``done`` bytes of those outputs.
         """
         local = self.local
         whole = local.tokens * local.model.hidden * local.bytes
         gathered = where(local.sp > 1, whole, 0)
         last = gathered + leaving[0] + self.weight_gradient(leaving[1])
         before = self.weight_gradient(leaving[1])
-        first = entering[0] - free + min(products, 2) * whole
+        first = entering[0] - free + where(products > 1, maximum(whole, 2 * whole - done), products * whole)
         every = self.weight_gradient(self.weights)
         end = every + min(max(products, 1), 2) * whole - sum(s.bytes for s in self.saved)
         waiting = maximum(maximum(last, core + before), maximum(first + (every if products else before), end))

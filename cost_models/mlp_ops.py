@@ -18,7 +18,9 @@ def mlp_operations(local: Local, ffn: Mlp, *, entry: Entry, post_norm: bool) -> 
     core = activation_gradients(local, local.tokens, width, gated=ffn.gated)
     pieces = 1 if local.execution.fused_gate_up else up
     weight = width * h
-    gradients = b.backward_peak((up * inner, weight * up // pieces), core, (inner, weight), products=pieces, free=(up + 1) * inner)
+    gradients = b.backward_peak(
+        (up * inner, weight * up // pieces), core, (inner, weight), products=pieces, free=(up + 1) * inner, done=inner
+    )
     return b.residual("mlp", post_norm=post_norm, gradients=gradients)
 
 

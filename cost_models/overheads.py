@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from cost_models.arrays import maximum, minimum, where
+from cost_models.arrays import maximum, where
 from cost_models.fully_sharded import by_unit, keeps_gathered
 from cost_models.job import Job
 from cost_models.layer_cost import Local
@@ -28,9 +28,9 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
     backward, or keeps every layer of the rank under a pipeline that does not reshard; where it goes unit by unit, the chunk's
     own backward has it all (``fully_sharded``). In the backward the head's gradient waits
     for the ends' unit, and the gradients of ``unsharded_gradient_units`` layers exist before they are reduced; where a pipeline
-    reduces once a step, those of the whole stage.
+    reduces once a step, those of the whole stage. Buckets of ZeRO-2 are a chunk's own (``activations.assemble``).
     """
-    if layout.zero < 2 or by_unit(job, layout):
+    if layout.zero < 2 or by_unit(job, layout) or (layout.zero == 2 and job.execution.gradient_bucket_bytes):
         return 0, 0
     execution = job.execution
     wide = 4.0 if job.precision == "fp32" else execution.gather_bytes
@@ -49,8 +49,6 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
             every = every + size * times
     loss: Number = 0
     backward = execution.unsharded_gradient_units * largest * maximum(wide, reduced)
-    if layout.zero == 2 and execution.gradient_bucket_bytes:
-        backward = minimum(reduced * (every + ends), execution.unsharded_gradient_units * execution.gradient_bucket_bytes)
     if layout.zero == 3:
         root, root_gradient = (wide * ends, wide * head) if execution.gathered_root else (0, 0)
         kept = keeps_gathered(job, layout)

@@ -63,8 +63,10 @@ class Fitting:
         self.column = column
         job, layout = column.job, column.layout
         self.job, self.layout, self.limit = job, layout, job.limit_bytes
-        zero = layout.zero if by_unit(job, layout) else 1
-        self.key = layout.with_(pp=1, vpp=1, schedule="1f1b", recompute="none", stages=(), order="tp-cp-dp-pp", zero=zero, offload=())
+        zero = layout.zero if by_unit(job, layout) or job.execution.gradient_bucket_bytes else 1
+        self.key = layout.with_(
+            pp=1, vpp=1, schedule="1f1b", recompute="none", stages=(), order="tp-cp-dp-pp", zero=zero, offload=()
+        )
         self.known = _chunks(job, self.key, column.modes)
         self.bare = _bare_chunks(job, self.key, column.modes)
         self.prefix = prefix_counts(job)

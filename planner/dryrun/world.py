@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cost_models.job import Job
@@ -41,10 +42,18 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
     if dist.is_initialized():
         raise AxisplanError("a dry run needs a process of its own: this one has joined a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    forget_meshes()
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def forget_meshes() -> None:
+    """DTensor remembers its answers by mesh, and equal meshes are one to it: an earlier world's groups would come back."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 @contextmanager
