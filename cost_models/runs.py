@@ -7,7 +7,6 @@ The schema is that of ``docs/runs.md``; an empty cell means "not stated": the fr
 from __future__ import annotations
 
 import csv
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,12 +21,13 @@ from pydantic import ValidationError
 from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout, even_split, nearest_divisor
+from cost_models.packing import documents_of
+from cost_models.run_cells import described, domain_of, gpu_cluster, precision_of, recompute_of, zero_of
 from profiles.errors import InputError
 from profiles.hardware import load_cluster
 from profiles.model import MAX_LAYERS, Attention, FeedForward, LatentAttention, Layer, Mlp, ModelSpec, Moe, Spec
 
 Row = Mapping[str, str]
-PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 JUDGED_QUALITY = ("printed", "from_tokens", "from_flops")
 SETTING = (
     "source", "framework", "model_name", "layers", "hidden", "heads", "gpu", "gpus", "seq_len", "global_batch",
@@ -104,20 +104,21 @@ def to_run(row: Row) -> Run:
     guessed = list(facts.guesses)
     model = _exact_model(row["model"]) if row.get("model") else _model(row, facts.model)
     layout = _exact_layout(row, model) if row.get("layout") else _layout(row, facts.layout, model, guessed)
-    precision = facts.job.get("precision") or _precision(row, guessed)
     execution = load_execution(facts.execution, {key: _text(value) for key, value in facts.set.items()})
     name = row["gpu"]
-    cluster_name = _table()["clusters"].get(name, name)
+    cluster_name = gpu_cluster(name, guessed)
     gpus = _count(row, "gpus")
-    domain = min(gpus, _table()["domains"].get(name) or _number(row, "gpus_per_node", 8))
-    if gpus % domain:
-        raise InputError("gpus", gpus, f"whole domains of {domain}")
+    domain = domain_of(cluster_name, gpus, _number(row, "gpus_per_node", 8), guessed)
     cluster = load_cluster(f"{cluster_name}:{gpus // domain}x{domain}")
     if row.get("inter_node_GBps") or "inter_node_GBps" in facts.cluster:
         rate = _positive(row, "inter_node_GBps") if row.get("inter_node_GBps") else float(facts.cluster["inter_node_GBps"])
         cluster = cluster.with_network(1e9 * rate, "the row's inter_node_GBps, or the rule of data/runs.yaml that stands for it")
-    imbalance = facts.job.get("moe_imbalance")
-    job = Job(model, cluster, execution, _count(row, "seq_len"), _count(row, "global_batch"), precision, moe_imbalance=imbalance)
+    precision = precision_of(facts.job.get("precision") or row.get("precision", ""), guessed, cluster.gpu.peaks)
+    job = Job(
+        model, cluster, execution, _count(row, "seq_len"), _count(row, "global_batch"), precision,
+        moe_imbalance=facts.job.get("moe_imbalance"), documents=documents_of(facts.job["documents"]) if "documents" in facts.job else (),
+        lora_rank=facts.job.get("lora_rank", 0),
+    )  # fmt: skip
     if layout.microbatches(job.global_batch) * layout.micro_batch * layout.dp != job.global_batch:
         guessed.append("the global batch is not a whole number of microbatches; rounded down")
     if layout.microbatches(job.global_batch) < 1:
@@ -193,7 +194,10 @@ def apply_rules(row: Row) -> Facts:
 
 
 def _applies(rule: Mapping[str, Any], row: Row) -> bool:
-    return all(_holds(row.get(column, ""), wanted) for column, wanted in rule["when"].items())
+    """Whether all of a rule's conditions hold; ``any`` looks at everything a row says of itself in words."""
+    return all(
+        _holds(described(row) if column == "any" else row.get(column, ""), wanted) for column, wanted in rule["when"].items()
+    )
 
 
 def _holds(cell: str, wanted: Any) -> bool:
@@ -234,18 +238,6 @@ def _number(row: Row, key: str, default: int) -> int:
 
 def _text(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _precision(row: Row, guessed: list[str]) -> str:
-    text = row.get("precision", "").lower()
-    if not text:
-        guessed.append("precision bf16")
-        return "bf16"
-    name = {"fp4": "nvfp4"}.get(text, text)
-    if name not in PRECISIONS:
-        close = difflib.get_close_matches(name, PRECISIONS, 1)
-        raise InputError("precision", text, f"is one of {', '.join(PRECISIONS)}", close[0] if close else "bf16")
-    return name
 
 
 # -- the model ------------------------------------------------------------------------------------------------------------
@@ -336,7 +328,7 @@ def _layout(row: Row, facts: Mapping[str, Any], model: ModelSpec, guessed: list[
     if gpus % (tp * pp * cp):
         raise InputError("tp*pp*cp", tp * pp * cp, f"must divide the {gpus} GPUs")
     dp = gpus // (tp * pp * cp)
-    zero = facts["zero"] if "zero" in facts and not row.get("zero") else _zero(row, guessed)
+    zero = facts["zero"] if "zero" in facts and not row.get("zero") else zero_of(row.get("zero", ""), guessed)
     for cell, default in (("micro_batch", "1"), ("recompute", "none")):
         if not row.get(cell) and cell not in facts:
             guessed.append(f"{cell} {default}")
@@ -353,11 +345,12 @@ def _layout(row: Row, facts: Mapping[str, Any], model: ModelSpec, guessed: list[
         ep = near
     schedule = facts.get("schedule") or ("interleaved" if vpp > 1 else "1f1b")
     replicated = zero == 0
-    recompute = _recompute(facts.get("recompute") or row.get("recompute", ""), model.num_layers)
+    recompute = recompute_of(str(facts.get("recompute") or row.get("recompute", "")), model.num_layers, guessed, pp)
+    sequence_parallel = (row.get("sp") or str(facts.get("sp", 0))).lower() in ("1", "true", "yes", "on")
     layout = Layout(
         tp=tp, pp=pp, vpp=2 if schedule == "zb-v" else vpp, cp=cp, cp_kind=facts.get("cp_kind", "ring"), ep=ep, etp=etp,
         dp_replicate=dp if replicated else 1, dp_shard=1 if replicated else dp, zero=zero,
-        sp=row.get("sp", "0") == "1" and tp > 1, micro_batch=_number(row, "micro_batch", facts.get("micro_batch", 1)),
+        sp=sequence_parallel and tp > 1, micro_batch=_number(row, "micro_batch", facts.get("micro_batch", 1)),
         schedule=schedule, recompute=recompute, stages=_stages(facts, model.num_layers, pp * vpp),
         dispatcher=facts.get("dispatcher", "alltoall"), capacity=float(facts.get("capacity", 0.0)),
     )  # fmt: skip
@@ -381,25 +374,6 @@ def _check_degrees(model: ModelSpec, seq_len: int, tp: int, chunks: int, cp: int
         raise InputError("ep", ep, f"must divide the {model.moe.experts} experts", nearest_divisor(model.moe.experts, ep))
     if chunks > 2 * MAX_LAYERS:
         raise InputError("pp*vpp", chunks, f"at most {2 * MAX_LAYERS} chunks")
-
-
-def _zero(row: Row, guessed: list[str]) -> int:
-    text = row.get("zero", "").lower()
-    if not text:
-        guessed.append("zero 0")
-        return 0
-    return 3 if text in ("fsdp", "hsdp") else int(_positive(row, "zero")) if text != "0" else 0
-
-
-def _recompute(text: str, layers: int) -> str:
-    if text in ("", "none"):
-        return "none"
-    if text == "full":
-        return "full"
-    if text == "every_second":
-        return "/".join(f"{i}:full" for i in range(0, layers, 2))
-    modules = text.split(":", 1)[-1].replace("attention-core", "core_attn").replace("+", ",")
-    return f"selective({modules})"
 
 
 def _stages(facts: Mapping[str, Any], layers: int, chunks: int) -> tuple[int, ...]:
