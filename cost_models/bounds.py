@@ -19,6 +19,7 @@ from cost_models.communication import STRAGGLERS
 from cost_models.compute import host_seconds, is_host, price
 from cost_models.job import Job
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
+from cost_models.measured import measured_pace, rows_of
 from cost_models.passes import kind_of, trained_operations, with_activations
 from cost_models.update import OPTIMIZER_SHARE
 from profiles.operations import Collective, Operation
@@ -74,27 +75,45 @@ def _model_seconds(job: Job, degrees: ArrayDegrees) -> tuple[Any, Any, Any]:
     costs += [(embedding_operations(job, degrees), 1, False), (head_operations(job, degrees), 1, False)]
     if model.mtp:
         costs.append((with_activations(job, -3, mtp_operations(job, degrees)), model.mtp, True))
-    for cost, count, floored in costs:
+    for place, (cost, count, floored) in enumerate(costs):
         passes = (cost.forward, cost.backward_input, trained_operations(job, cost.backward_weight))
-        for index, operations in enumerate(passes):
-            totals[index] = totals[index] + count * _seconds(job, degrees, operations, floored and index < 2)
+        seconds = [_seconds(job, operations) for operations in passes]
+        if floored:
+            _floor(job, degrees, seconds)
+        if place < len(units) and rows_of(job, units[place][0]):
+            seconds = _measured(job, degrees, units[place][0], passes, seconds)
+        totals = [total + count * one for total, one in zip(totals, seconds, strict=True)]
     return totals[0], totals[1], totals[2]
 
 
-def _seconds(job: Job, degrees: ArrayDegrees, operations: tuple[Operation, ...], floored: bool) -> Any:
+def _floor(job: Job, degrees: ArrayDegrees, seconds: list[Any]) -> None:
+    """The host's launches, where they take longer than a layer's forward, or than its backward however that is split in two."""
+    launch, blocking = host_seconds(job.cluster.gpu, job.execution, degrees.tp), job.execution.blocking_launch_seconds
+    forward, inputs, weights = seconds
+    seconds[0] = np.maximum(forward, launch) + blocking
+    seconds[1] = inputs + blocking
+    seconds[2] = np.maximum(inputs + weights, launch) - inputs
+
+
+def _measured(
+    job: Job, degrees: ArrayDegrees, kind: int, passes: tuple[tuple[Operation, ...], ...], seconds: list[Any]
+) -> list[Any]:
+    """The seconds of each pass, measured ones where the layer kind was."""
+    work = [price(job.cluster.gpu, job.execution, operations).seconds for operations in passes]
+    ahead, back = measured_pace(job, degrees, kind, work[0], work[1] + work[2])
+    paces = (np.asarray(ahead), np.asarray(back), np.asarray(back))
+    return [np.where(pace > 0, one * pace, other) for pace, one, other in zip(paces, work, seconds, strict=True)]
+
+
+def _seconds(job: Job, operations: tuple[Operation, ...]) -> Any:
     if not operations:
         return 0.0
     compute = price(job.cluster.gpu, job.execution, operations)
-    seconds = compute.seconds
-    if floored:
-        seconds = (
-            np.maximum(seconds, host_seconds(job.cluster.gpu, job.execution, degrees.tp)) + job.execution.blocking_launch_seconds
-        )
-    if is_host(job.cluster.gpu):
-        seconds = seconds + job.execution.host_kernel_seconds * (
-            compute.kernels + sum(isinstance(op, Collective) for op in operations)
-        )
-    return seconds
+    if not is_host(job.cluster.gpu):
+        return compute.seconds
+    return compute.seconds + job.execution.host_kernel_seconds * (
+        compute.kernels + sum(isinstance(op, Collective) for op in operations)
+    )
 
 
 def _optimizer(job: Job, degrees: ArrayDegrees) -> Any:

@@ -21,7 +21,8 @@ from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations
 from cost_models.layout import RecomputeRule
-from cost_models.passes import launches, trained_operations
+from cost_models.measured import measured_pace, measured_saved, rows_of
+from cost_models.passes import launches, trained_operations, with_activations
 from cost_models.recompute import kept_bytes
 from cost_models.state_bytes import states
 from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights
@@ -65,8 +66,8 @@ def lower_seconds(job: Job, keys: Ints) -> Bulk:
         if not len(at):
             continue
         degrees = _degrees(keys[at], name)
-        for k, layer in enumerate(model.kinds):
-            layers[at, k] = _passes(job, degrees, layer_operations(job, degrees, layer), floor=True)
+        for k in range(len(model.kinds)):
+            layers[at, k] = _layer(job, degrees, k)
         embedding[at] = _passes(job, degrees, embedding_operations(job, degrees), floor=False)
         tail = _passes(job, degrees, head_operations(job, degrees), floor=False)
         head[at] = tail
@@ -93,8 +94,21 @@ def _degrees(keys: Ints, kind: str) -> Any:
     )
 
 
-def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool) -> Floats:
-    """Key x (f, b, w) seconds of a unit; ``floor``: launching it may take longer than the work, as for a layer."""
+def _layer(job: Job, degrees: Any, kind: int) -> Floats:
+    """Key x (f, b, w) seconds of a layer kind; measured ones where there are any."""
+    cost = layer_operations(job, degrees, job.model.kinds[kind])
+    if not rows_of(job, kind):
+        return _passes(job, degrees, cost, floor=True)
+    cost = with_activations(job, kind, cost)
+    gpu, execution, weights = job.cluster.gpu, job.execution, trained_operations(job, cost.backward_weight)
+    back = price(gpu, execution, cost.backward_input).seconds + price(gpu, execution, weights).seconds
+    ahead, behind = measured_pace(job, degrees, kind, price(gpu, execution, cost.forward).seconds, back)
+    return _passes(job, degrees, cost, floor=True, paces=(ahead, behind, behind))
+
+
+def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool, paces: tuple[Any, Any, Any] = (0, 0, 0)) -> Floats:
+    """Key x (f, b, w) seconds of a unit; ``floor``: launching it may take longer than the work, as for a layer; ``paces``: by
+    pass, measured over analytic compute seconds, 0 where nothing was measured."""
     weights = trained_operations(job, cost.backward_weight)
     share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
     launch = host_seconds(job.cluster.gpu, job.execution, degrees.tp) if floor else 0.0
@@ -106,11 +120,13 @@ def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool) -> Floats:
     )):  # fmt: skip
         if operations:
             compute = price(job.cluster.gpu, job.execution, operations)
-            busy = np.maximum(compute.seconds + _exposed(job, degrees, operations, which, compute), least) + more
+            sent = _exposed(job, degrees, operations, which, compute)
+            busy = np.maximum(compute.seconds + sent, least) + more
             if is_host(job.cluster.gpu):
                 kernels = sum(op.kernels if isinstance(op, Pointwise) else 1 for op in operations if not isinstance(op, Collective))
                 busy = busy + job.execution.host_kernel_seconds * kernels
-            out[:, column] = busy
+            pace = np.asarray(paces[column])
+            out[:, column] = np.where(pace > 0, compute.seconds * pace + sent, busy)
     return out
 
 
@@ -184,13 +200,12 @@ def lower_bytes(
             for k, layer in enumerate(model.kinds):
                 held = held + hold(layer_weights(model, layer), degrees, execution).times(int(totals[k]))
                 cost = layer_operations(job, degrees, layer)
-                each = kept_bytes(cost, modes[0], degrees.tp)
+                each, saved = _kept(job, degrees, k, cost, modes[0])
                 full = full + totals[k] * each
-                biggest = np.maximum(biggest, cost.saved_bytes + cost.transient)
+                biggest = np.maximum(biggest, saved + cost.transient)
                 for mode in modes[1:]:
-                    each = np.minimum(
-                        each, kept_bytes(cost, mode, degrees.tp) / (execution.recompute_unit if mode.mode == "full" else 1)
-                    )
+                    kept_so = _kept(job, degrees, k, cost, mode)[0]
+                    each = np.minimum(each, kept_so / (execution.recompute_unit if mode.mode == "full" else 1))
                 kept = kept + totals[k] * each
             held = held + hold(embedding_weights(model), degrees, execution)
             held = held + hold(head_weights(model, shares_embedding=model.tied), degrees, execution)
@@ -210,3 +225,8 @@ def lower_bytes(
             plain[at] = ((likely + full * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
             tight[at] = ((likely + kept * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
     return out, plain, tight
+
+
+def _kept(job: Job, degrees: Any, kind: int, cost: LayerCost, mode: RecomputeRule) -> tuple[Any, Any]:
+    """(kept under ``mode``, saved without recompute) bytes of a layer kind."""
+    return measured_saved(job, degrees, kind, mode, kept_bytes(cost, mode, degrees.tp), cost.saved_bytes)

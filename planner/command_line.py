@@ -132,8 +132,10 @@ job_options = options(
     click.option(
         "--global-batch", type=Batches(), required=True, help="Sequences a step; for plan also a range of tokens, 4M..16M."
     ),
+    click.option("--profile", type=click.Path(),
+                 help="Layers measured by axisplan profile layer --out FILE: their seconds and bytes go before the formulas'."),
     training_options,
-)
+)  # fmt: skip
 
 goal_options = options(
     click.option("--objective", default="step-time", show_default=True, metavar="NAME",
@@ -183,6 +185,7 @@ def make_job(
     frozen: tuple[str, ...] | None = None,
     documents: str | None = None,
     routing: str | None = None,
+    profile: str | None = None,
 ) -> Job:
     """The Job that the shared options describe."""
     from cost_models.execution import load_execution
@@ -206,7 +209,7 @@ def make_job(
     if gpus is not None:
         spec = spec.with_gpus(gpus)
     shapes = load_model(model)
-    return Job(
+    job = Job(
         model=shapes,
         cluster=spec,
         execution=load_execution(execution, read_facts(facts)),
@@ -224,6 +227,11 @@ def make_job(
         documents=documents_of(documents) if documents else (),
         routing=imbalances(routing, shapes) if routing is not None else (),
     )
+    if profile is None:
+        return job
+    from planner.layer_profiles import with_profile
+
+    return with_profile(job, profile)
 
 
 def read_facts(facts: tuple[str, ...]) -> dict[str, str]:

@@ -102,6 +102,8 @@ class JobRecord(Record):
     """[length, count] of the documents that sequences are packed from."""
     routing: list[tuple[int, float]] = Field(default_factory=list)
     """[ep, max / mean tokens of a rank] of the routing histogram."""
+    measured: list[list[float]] = Field(default_factory=list)
+    """[kind, tp, micro batch, tokens, forward and backward seconds, kept bytes] of each layer of ``--profile``."""
 
 
 class Plan(Record):
@@ -291,7 +293,7 @@ def job_record(job: Job) -> JobRecord:
         seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision, optimizer=job.optimizer,
         moe_imbalance=job.moe_imbalance, margin=job.margin, memory_limit_bytes=job.memory_limit_bytes,
         lora_rank=job.lora_rank, lora_targets=list(job.lora_targets), lora_alpha=job.lora_alpha, frozen=list(job.frozen),
-        documents=[list(d) for d in job.documents], routing=list(job.routing),
+        documents=[list(d) for d in job.documents], routing=list(job.routing), measured=[list(row) for row in job.measured],
     )  # fmt: skip
 
 
@@ -316,8 +318,10 @@ def layout_from(data: dict[str, Any]) -> Layout:
 
 
 def stages_of(job: Job, layout: Layout, pools: tuple[int, ...] = ()) -> list[Stage]:
-    """The stages of a layout in words and layer numbers."""
+    """The stages of a layout in words and layer numbers, and which pool of a mixed cluster hosts each."""
     layers = job.model.num_layers
+    if job.cluster.pools and not pools:
+        pools = tuple(pool_of_stage(job, layout, rank) for rank in range(layout.pp))
     out = []
     for rank in range(layout.pp):
         chunks = list(layout.chunks_of_rank(rank))
@@ -330,6 +334,16 @@ def stages_of(job: Job, layout: Layout, pools: tuple[int, ...] = ()) -> list[Sta
             )
         )  # fmt: skip
     return out
+
+
+def pool_of_stage(job: Job, layout: Layout, rank: int) -> int:
+    """The pool of a mixed cluster that pipeline rank ``rank`` lies in: pools are consecutive ranks."""
+    first = layout.rank_at({"pp": rank})
+    for number, pool in enumerate(job.cluster.pools):
+        if first < pool.gpus:
+            return number
+        first -= pool.gpus
+    return 0
 
 
 def _recompute_words(layout: Layout, layers: range) -> str:

@@ -377,6 +377,8 @@ def show_measurement(out: Console, measured: Any) -> None:
         ]
         out.print(table(profile.name, ("", "measured"), rows, left=2))
     show_errors(out, measured.gpu)
+    if measured.gpu.rough:
+        out.print(measured.gpu.rough, soft_wrap=True)
     if measured.links is not None:
         show_links(out, measured.links)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from planner.command_line import CONTEXT, Commands, Examples, Tokens, as_json, cli, command, show_json
@@ -44,22 +46,45 @@ def models(as_json: bool) -> None:
 
 
 @cli.group("clusters", cls=Commands, context_settings=CONTEXT, invoke_without_command=True)
+@as_json
 @click.pass_context
-def clusters(context: click.Context) -> None:
+def clusters(context: click.Context, as_json: bool) -> None:
     """The clusters and GPUs built in; `axisplan clusters show h100-sxm:64x8` prints every number with its origin."""
-    if context.invoked_subcommand is None:
-        from planner import screen
-        from profiles.hardware import cluster_names, load_cluster
+    if context.invoked_subcommand is not None:
+        return
+    from planner import screen
+    from profiles.hardware import cluster_names, load_cluster
 
-        rows = []
-        for name in cluster_names():
-            spec = load_cluster(name)
-            domains = ", ".join(f"{level.name} {level.size}" for level in spec.levels)
-            dtype = "bf16" if "bf16" in spec.gpu.peaks else "fp16"
-            peak = f"{spec.gpu.peak_flops(dtype) / 1e12:,.0f}" if name != "cpu" else ""
-            rows.append((name, spec.gpu.name, f"{spec.gpu.usable_bytes / screen.GIB:.1f}", peak, domains))
-        columns = ("cluster", "GPU", "usable GiB", "16-bit TFLOP/s", "domains of one node")
-        screen.console().print(screen.table("built-in clusters: NAME:NODESxGPUS, e.g. h100-sxm:64x8", columns, rows, left=2))
+    rows: list[dict[str, Any]] = []
+    for name in cluster_names():
+        spec = load_cluster(name)
+        dtype = "bf16" if "bf16" in spec.gpu.peaks else "fp16"
+        rows.append(
+            {
+                "cluster": name,
+                "gpu": spec.gpu.name,
+                "aliases": spec.gpu.aliases,
+                "gpus_per_node": spec.gpus_per_node,
+                "usable_bytes": spec.gpu.usable_bytes,
+                "peak_flops": None if spec.gpu.is_host else spec.gpu.peak_flops(dtype),
+                "levels": [{"name": level.name, "size": level.size} for level in spec.levels],
+            }
+        )
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (
+            row["cluster"],
+            row["gpu"],
+            f"{row['usable_bytes'] / screen.GIB:.1f}",
+            "" if row["peak_flops"] is None else f"{row['peak_flops'] / 1e12:,.0f}",
+            ", ".join(f"{level['name']} {level['size']}" for level in row["levels"]),
+        )
+        for row in rows
+    ]
+    columns = ("cluster", "GPU", "usable GiB", "16-bit TFLOP/s", "domains of one node")
+    screen.console().print(screen.table("built-in clusters: NAME:NODESxGPUS, e.g. h100-sxm:64x8", columns, shown, left=2))
 
 
 @clusters.command("show", cls=Examples, example="axisplan clusters show h100-sxm:64x8", context_settings=CONTEXT)

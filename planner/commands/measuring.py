@@ -31,31 +31,54 @@ LAYER_EXAMPLE = """axisplan profile layer llama-tiny --seq-len 256 --micro-batch
 axisplan profile layer my_package.my_module:make_layer"""
 
 
-@profile.command("gpu", cls=Examples, example="axisplan profile gpu --out cluster.yaml --plot gpu.png", context_settings=CONTEXT)
+@profile.command(
+    "gpu",
+    cls=Examples,
+    example="axisplan profile gpu --out cluster.yaml --plot gpu.png\naxisplan profile gpu --processes 1 --against h200-sxm",
+    context_settings=CONTEXT,
+)
 @measuring
 @plot_option
 @click.option("--dtype", "dtypes", multiple=True, help="Precisions to measure (default: those this device is fast in).")
+@click.option("--against", metavar="GPU", help="Compare what was measured with this built-in GPU (or a file).")
+@as_json
 def profile_gpu(
-    device: str, processes: int | None, seconds: float, out: Path | None, plot: Path | None, dtypes: tuple[str, ...]
+    device: str,
+    processes: int | None,
+    seconds: float,
+    out: Path | None,
+    plot: Path | None,
+    dtypes: tuple[str, ...],
+    against: str | None,
+    as_json: bool,
 ) -> None:
     """Matrix products, attention, memory, launches, usable memory, and the links between the processes: a cluster file."""
-    from planner import screen
+    from planner import screen, screen_measured
+    from profiles.hardware import load_gpu
+    from profiles.measure.against import differences
     from profiles.measure.machine import profile_machine
+    from profiles.measure.plots import check_picture, plot_gpu
 
-    terminal = screen.console()
+    if plot:
+        check_picture(plot)
+    known = load_gpu(against) if against else None
+    terminal = screen.console(stderr=as_json)
     with screen.progress(terminal, "measuring") as show:
         measured = profile_machine(processes, budget_seconds=seconds, device=device, dtypes=dtypes or None, progress=show)
-    screen.show_measurement(terminal, measured)
+    beside = differences(known, measured.gpu.samples, measured.gpu.facts) if known else {}
+    if not as_json:
+        screen.show_measurement(terminal, measured)
+        screen_measured.show_differences(terminal, known, beside)
     if measured.interrupted and measured.cluster is None:
         raise KeyboardInterrupt
     if out:
         measured.save(out)
         terminal.print(f"written to {out}; plan with --cluster {out}")
     if plot and measured.gpu.profile:
-        from profiles.measure.plots import plot_gpu
-
         plot_gpu(measured.gpu.profile, measured.gpu.samples, plot)
         terminal.print(f"picture in {plot}")
+    if as_json:
+        show_json(screen_measured.machine_document(measured, beside))
     if measured.interrupted:
         raise KeyboardInterrupt
 
@@ -64,26 +87,33 @@ def profile_gpu(
 @measuring
 @plot_option
 @click.option("--layout", metavar="LAYOUT", help="Measure the groups of each axis of this layout (default: every group size).")
+@as_json
 def profile_links(
-    device: str, processes: int | None, seconds: float, out: Path | None, plot: Path | None, layout: str | None
+    device: str, processes: int | None, seconds: float, out: Path | None, plot: Path | None, layout: str | None, as_json: bool
 ) -> None:
     """Every collective over groups of processes, by message size, several groups at once included."""
     from cost_models.layout import Layout
-    from planner import screen
+    from planner import screen, screen_measured
     from profiles.measure.links import measure_links
+    from profiles.measure.plots import check_picture, plot_links
 
+    if plot:
+        check_picture(plot)
     world = processes or 4
     axes = None
     if layout:
         chosen = Layout.parse(layout, world)
         names = [axis for axis, size in chosen.axes if size > 1]
         axes = {axis: list(chosen.groups(axis)) for axis in names} or None
-    terminal = screen.console()
+    terminal = screen.console(stderr=as_json)
     with screen.progress(terminal, "measuring links") as show:
         measured = measure_links(axes, processes=world, device=device, budget_seconds=seconds, progress=show)
     if measured is None:
         return
-    screen.show_links(terminal, measured)
+    if as_json:
+        show_json(screen_measured.links_document(measured))
+    else:
+        screen.show_links(terminal, measured)
     if out and measured.link:
         from profiles.files import write_text
         from profiles.hardware import to_yaml
@@ -91,8 +121,6 @@ def profile_links(
         write_text(out, to_yaml(measured.link))
         measured.save_samples(out.with_suffix(".samples.json"))
     if plot and measured.link:
-        from profiles.measure.plots import plot_links
-
         plot_links(measured.link, measured.samples, plot)
     if measured.interrupted:
         raise KeyboardInterrupt
@@ -110,15 +138,27 @@ def profile_links(
 @click.option("--micro-batch", "micro_batches", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
 @click.option("--tp", type=click.IntRange(1), multiple=True, default=(1,), show_default=True, help="Local shapes of this degree.")
 @click.option("--dtype", default="fp32", show_default=True)
-def profile_layer(what: str, device: str, processes: int | None, seconds: float, out: Path | None, **shapes: Any) -> None:
-    """One layer of a model, or any module that a function PACKAGE.MODULE:FUNCTION returns: time, FLOPs, kept and peak bytes."""
+@click.option(
+    "--name", help="What the rows are called: MODEL.KIND is what --profile looks for (default: the model's or function's)."
+)
+@as_json
+def profile_layer(
+    what: str, device: str, processes: int | None, seconds: float, out: Path | None, as_json: bool, **shapes: Any
+) -> None:
+    """One layer of a model, or any module that a function PACKAGE.MODULE:FUNCTION returns: time, FLOPs, kept and peak bytes.
+
+    What is written to --out is given to plan, estimate and check as --profile, where it goes before the formulas.
+    """
     from planner import screen
     from planner.layer_profiles import measure
 
-    terminal = screen.console()
+    terminal = screen.console(stderr=as_json)
     with screen.progress(terminal, "measuring layers") as show:
         found = measure(what, device=device, processes=processes or 1, budget_seconds=seconds, progress=show, **shapes)
-    screen.show_layers(terminal, found)
+    if as_json:
+        show_json(found.model_dump(mode="json"))
+    else:
+        screen.show_layers(terminal, found)
     if out:
         found.save(out)
         terminal.print(f"written to {out}; plan with --profile {out}")

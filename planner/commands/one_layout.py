@@ -28,17 +28,20 @@ def estimate(layout: str, as_json: bool, **options: Any) -> None:
     from planner import screen
     from planner.legality import check as check_layout
     from planner.legality import read_layout
+    from planner.screen_measured import measured_document, show_measured
 
     job = make_job(**options)
     chosen = read_layout(job, layout)
     verdict = check_layout(job, chosen)
     if verdict["legal"] and verdict["fits"]:
         cost = estimate_step(job, chosen).to_json()
-        document = {**verdict, **cost, "layout": chosen.text()}
+        document = {**verdict, **cost, "layout": chosen.text(), **measured_document(job, chosen)}
         if as_json:
             show_json(document)
         else:
-            screen.show_estimate(screen.console(), chosen.text(), document)
+            terminal = screen.console()
+            screen.show_estimate(terminal, chosen.text(), document)
+            show_measured(terminal, job, chosen)
         return
     report_verdict(chosen, verdict, as_json)
 

@@ -55,6 +55,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     from planner import screen, screen_whatif
     from planner.objectives import answer
     from planner.routing import with_routing
+    from planner.screen_measured import show_measured
     from planner.solve import PlanRequest
 
     wishes = {key: options.pop(key) for key in ("pins", "exclude", "top", "similar", "tie", "prove", "offload")}
@@ -76,6 +77,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
         click.echo(found.text(), nl=False)
     else:
         screen.show_plan(terminal, found, str(out) if out else None)
+        show_measured(terminal, job, found.layout_object)
         screen_whatif.show_extras(terminal, found)
 
 

@@ -14,11 +14,10 @@ import torch
 from profiles.errors import one_line
 from profiles.measure.kernels import build, host_memory, needed_bytes
 from profiles.measure.samples import Sample
-from profiles.measure.timing import Clock, Timing, clock_of, pooled, time_batches, warm
+from profiles.measure.timing import Clock, Timing, clock_of, overtime, pooled, time_batches, warm
 from profiles.measure.together import Together
 
 Report = Callable[[dict[str, Any]], None]
-OVERTIME = 2.5
 MEMORY_SHARE = 0.4
 """Of the host memory a worker may use, how much one candidate may take: the kernel ends a process that overdraws, unasked."""
 
@@ -70,7 +69,7 @@ class Bench:
     def run(self, sections: list[Section], *, budget_seconds: float, candidate_seconds: float, report: Report) -> None:
         """Times candidates until ``budget_seconds`` are spent or there are none left; rank 0's clock decides for all.
 
-        A machine so busy that a section lacks its ``least`` gets up to ``OVERTIME`` times the budget to fill it.
+        Where a section lacks its ``least``, on a busy machine or for want of budget, it goes on for up to ``overtime``.
         """
         start = self.clock.now()
         while True:
@@ -93,7 +92,7 @@ class Bench:
     def _choose(self, sections: list[Section], elapsed: float, budget: float) -> int | None:
         late = elapsed >= budget
         waiting = [i for i, s in enumerate(sections) if s.open and (not late or s.taken < s.least)]
-        if elapsed >= OVERTIME * budget or not waiting:
+        if elapsed >= overtime(budget) or not waiting:
             return None
         return min(waiting, key=lambda i: sections[i].spent / sections[i].share)
 

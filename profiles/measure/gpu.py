@@ -11,12 +11,14 @@ from profiles.errors import AxisplanError, InputError
 from profiles.hardware import GpuProfile
 from profiles.measure import fitting
 from profiles.measure.samples import Sample, save_samples
-from profiles.measure.timing import Noise, noise, others_busy
+from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, noise, others_busy
 from profiles.measure.together import Alone
 
 Progress = Callable[[float, str], None]
 """Called with the share done (0 to 1) and what was measured last."""
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "tf32", "fp64")
+FEWEST_JUDGES = 5
+"""Held-out products of a dtype whose median error says something."""
 STARTUP_SECONDS = 90.0
 """What workers may take to start, above the budget."""
 
@@ -37,6 +39,16 @@ class GpuMeasurement:
     def failures(self) -> list[Sample]:
         """Candidates that have no time: out of memory, or no such kernel here."""
         return [s for s in self.samples if s.failed]
+
+    @property
+    def rough(self) -> str:
+        """Why the profile is a rough one; empty where it is not: too few shapes were left to judge the fit by."""
+        if self.profile is None:
+            return ""
+        judges = {d: e.count if (e := self.held_out.get(f"matmul {d}")) else 0 for d in self.profile.matmul}
+        poor = [f"{dtype} ({count})" for dtype, count in judges.items() if count < FEWEST_JUDGES]
+        few = f"fewer than {FEWEST_JUDGES} shapes judge the fit of {', '.join(poor)}"
+        return f"ROUGH profile: {few}; measure for longer (--seconds)" if poor else ""
 
     def save_samples(self, path: str | Path) -> None:
         save_samples(path, self.samples, **self.facts)
@@ -104,7 +116,7 @@ def measure_gpu(
             run_workers(
                 everything,
                 processes,
-                timeout_seconds=STARTUP_SECONDS + 3 * budget_seconds,
+                timeout_seconds=STARTUP_SECONDS + 3 * budget_seconds + LEAST_OVERTIME_SECONDS,
                 on_record=collector,
                 threads=threads,
             )

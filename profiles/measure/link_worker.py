@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from profiles.errors import one_line
-from profiles.measure.bench import OVERTIME, Report
+from profiles.measure.bench import Report
 from profiles.measure.gpu_worker import device_facts
 from profiles.measure.kernels import usable_bytes
 from profiles.measure.samples import Sample
-from profiles.measure.timing import Timing, clock_of
+from profiles.measure.timing import Timing, clock_of, overtime
 from profiles.measure.together import Together
 from profiles.operations import Collective
 
@@ -61,7 +61,7 @@ def measure_here(
         bytes_before, seconds_before = reached.get(curve, (op.bytes, 0.0))
         spent = wire.clock.now() - start
         left = budget_seconds - spent
-        open_ = left > 0 or (counts[curve] < FEWEST_SIZES and spent < OVERTIME * budget_seconds)
+        open_ = left > 0 or (counts[curve] < FEWEST_SIZES and spent < overtime(budget_seconds))
         expected = seconds_before + max(op.bytes - bytes_before, 0) * _slope(bytes_before, seconds_before)
         share = max(min(budget_seconds / len(plan), 3 * left / (len(plan) - index)), 0.0)
         go, share = together.gather(

@@ -17,7 +17,7 @@ from profiles.hardware import Link
 from profiles.measure import fitting
 from profiles.measure.gpu import STARTUP_SECONDS, Collector, Progress, check
 from profiles.measure.samples import Sample, save_samples
-from profiles.measure.timing import Noise, noise, others_busy
+from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, noise, others_busy
 from profiles.operations import Collective
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
@@ -110,7 +110,7 @@ def measure_links(
         else:
             from profiles.measure.launch import run_workers
 
-            limit = STARTUP_SECONDS + 3 * budget_seconds
+            limit = STARTUP_SECONDS + 3 * budget_seconds + LEAST_OVERTIME_SECONDS
             run_workers({"device": device, "links": job}, world, timeout_seconds=limit, on_record=collector, threads=threads)
     except KeyboardInterrupt:
         interrupted = True

@@ -16,10 +16,10 @@ from profiles.measure.gpu import Collector, GpuMeasurement, Progress
 from profiles.measure.launch import run_workers
 from profiles.measure.links import LinkMeasurement
 from profiles.measure.samples import save_samples
-from profiles.measure.timing import Noise, others_busy
+from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, others_busy
 
 GPU_SHARE = 0.55
-"""Of the budget, for the device; the rest is for the links."""
+"""Of the budget, for the device; the rest is for the links, where there is more than one worker."""
 SIZES = {"cpu": [1 << p for p in (10, 14, 18, 20, 22, 23, 24)], "cuda": [1 << p for p in range(10, 31, 2)]}
 """Message sizes: 1 KiB to 16 MiB on a CPU (closer together where bytes count), to 1 GiB in steps of four on GPUs."""
 
@@ -69,16 +69,17 @@ def profile_machine(
     if processes is None:
         processes = torch.cuda.device_count() if device == "cuda" else 4
     gpu.check(device, dtypes, processes, budget_seconds)
-    job: dict[str, Any] = {"device": device, "gpu": {"dtypes": list(chosen), "budget_seconds": budget_seconds * GPU_SHARE}}
+    share = GPU_SHARE if processes > 1 else 1.0
+    job: dict[str, Any] = {"device": device, "gpu": {"dtypes": list(chosen), "budget_seconds": budget_seconds * share}}
     if processes > 1:
         job["links"] = {
             "axes": links.default_axes(processes), "kinds": list(links.KINDS), "sizes": SIZES[device], "alone": False,
             "budget_seconds": budget_seconds * (1 - GPU_SHARE),
         }  # fmt: skip
     others, interrupted = others_busy(), False
-    collector = _TwoParts(progress)
+    collector = _TwoParts(progress, share)
     try:
-        limit = gpu.STARTUP_SECONDS + 3 * budget_seconds
+        limit = gpu.STARTUP_SECONDS + 3 * budget_seconds + 2 * LEAST_OVERTIME_SECONDS
         run_workers(job, processes, timeout_seconds=limit, on_record=collector, threads=threads)
     except KeyboardInterrupt:
         interrupted = True
@@ -91,8 +92,8 @@ def profile_machine(
 class _TwoParts:
     """Sends the workers' records to the device's collector, then to the links'."""
 
-    def __init__(self, progress: Progress | None) -> None:
-        self.device, self.links = Collector(progress, 0.0, GPU_SHARE), Collector(progress, GPU_SHARE, 1.0)
+    def __init__(self, progress: Progress | None, share: float) -> None:
+        self.device, self.links = Collector(progress, 0.0, share), Collector(progress, share, 1.0)
 
     def __call__(self, record: dict[str, Any]) -> None:
         linked = record.get("section") == "links" or "backend" in record.get("facts", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from profiles.errors import AxisplanError
+from profiles.errors import AxisplanError, InputError
 from profiles.hardware import GpuProfile, Link
 from profiles.measure import fitting
 from profiles.measure.samples import Sample, usable
@@ -18,6 +19,20 @@ from profiles.operations import Attend, Collective, Matmul, Pointwise, wire_byte
 
 COLOURS = ("#2a6f97", "#e07a3f", "#4a8f5c", "#8a5a9e", "#b8860b", "#5f6b73")
 INK, FAINT = "#2b2f33", "#d8dcdf"
+
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_picture(path: Path) -> None:
+    """Before anything is measured: can a picture be drawn there? Raises InputError for another ending or a folder that is not there,
+    AxisplanError without matplotlib."""
+    if path.suffix.lower() not in PICTURES:
+        raise InputError("--plot", str(path), f"ends in {', '.join(PICTURES)}", str(path.with_suffix(".png")))
+    if not path.resolve().parent.is_dir():
+        raise InputError("--plot", str(path), f"the folder {path.parent} is not there")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise AxisplanError("plots need matplotlib: pip install 'axisplan[plot]'")
 
 
 def _pyplot() -> Any:
