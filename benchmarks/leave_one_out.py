@@ -1,8 +1,8 @@
-"""Leave one source out: how well are runs predicted whose source took no part in the fit of any constant?
+"""Leave one source, or one generation of GPUs, out: how well are runs predicted that took no part in the fit of any constant?
 
-For each source the constants of ``cost_models/data/fitted.yaml`` are fitted again to all other judged runs (least squares of log
-errors, linearised once, pulled towards each constant's value before any run was seen), and the left-out source is predicted with
-them. ``python benchmarks/leave_one_out.py [RUNS.csv] [--json FILE]``; two minutes on one core.
+For each source (and each generation: Ampere, Hopper, Blackwell) the constants of ``cost_models/data/fitted.yaml`` are fitted again to
+all other judged runs (least squares of log errors, linearised once, pulled towards each constant's value before any run was seen), and
+what was left out is predicted with them. ``python benchmarks/leave_one_out.py [RUNS.csv] [--json FILE]``; two minutes on one core.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import yaml
 from cost_models import communication, compute, passes, step
 from cost_models.accuracy import fitted_constants
 from cost_models.accuracy_report import short
+from cost_models.compute import architecture
 from cost_models.execution import execution_names, load_execution
 from cost_models.runs import Run, load_runs, read_rows
 from profiles.hardware import load_gpu
@@ -147,38 +148,40 @@ def main(path: str, target: str | None) -> None:
     for i, place in enumerate(places):
         move = 0.05 * (high[i] - low[i]) * (1 if now[i] + 0.05 * (high[i] - low[i]) <= high[i] else -1)
         slope[:, i] = (log_errors(runs, {place: now[i] + move}) - base) / move
-    sources = sorted({run.source for run in runs})
-    rows: dict[str, Any] = {}
-    errors: dict[str, list[float]] = {}
-    for source in sources:
-        kept = np.array([run.source != source for run in runs])
-        a = np.concatenate([slope[kept] / NOISE, np.diag(1 / width)])
-        b = np.concatenate([(slope[kept] @ now - base[kept]) / NOISE, prior / width])
-        fitted = np.clip(np.linalg.lstsq(a, b, rcond=None)[0], low, high)
-        out = [run for run in runs if run.source == source]
-        values = {place: float(v) for place, v in zip(places, fitted, strict=True)}
-        left = np.exp(log_errors(out, values)) - 1
-        errors[source] = [abs(float(e)) for e in left]
-        rows[source] = {
-            "n": len(out),
-            "fitted": statistics.mean(abs(math.exp(e) - 1) for e in base[~kept]),
-            "left_out": statistics.mean(errors[source]),
-            "constants": values,
-        }
-        line = f"with it {100 * rows[source]['fitted']:5.1f} %  without {100 * rows[source]['left_out']:5.1f} %"
-        print(f"{short(source):24s}{len(out):4d} runs  {line}", flush=True)
-    flat = [e for members in errors.values() for e in members]
-    rest = [e for source, members in errors.items() for e in members if "BLOOM" not in source]
+    rows: dict[str, dict[str, Any]] = {}
+    for kind, key in (("sources", lambda run: run.source), ("generations", lambda run: architecture(run.job.cluster.gpu.name))):
+        rows[kind] = {}
+        for name in sorted({key(run) for run in runs}):
+            kept = np.array([key(run) != name for run in runs])
+            a = np.concatenate([slope[kept] / NOISE, np.diag(1 / width)])
+            b = np.concatenate([(slope[kept] @ now - base[kept]) / NOISE, prior / width])
+            fitted = np.clip(np.linalg.lstsq(a, b, rcond=None)[0], low, high)
+            values = {place: float(v) for place, v in zip(places, fitted, strict=True)}
+            left = np.exp(log_errors([run for run in runs if key(run) == name], values)) - 1
+            rows[kind][name] = {
+                "n": len(left),
+                "fitted": statistics.mean(abs(math.exp(e) - 1) for e in base[~kept]),
+                "left_out": float(np.abs(left).mean()),
+                "bias": float(left.mean()),
+                "constants": values,
+            }
+            line = f"with it {100 * rows[kind][name]['fitted']:5.1f} %  without {100 * rows[kind][name]['left_out']:5.1f} %"
+            print(f"{short(name):24s}{len(left):4d} runs  {line}", flush=True)
+    sources = rows["sources"]
+
+    def mean(names: Sequence[str]) -> float:
+        return sum(sources[n]["left_out"] * sources[n]["n"] for n in names) / sum(sources[n]["n"] for n in names)
+
     result = {
-        "sources": rows,
+        **rows,
         "fitted": statistics.mean(abs(math.exp(e) - 1) for e in base),
-        "left_out": statistics.mean(flat),
-        "without_bloom": statistics.mean(rest),
+        "left_out": mean(list(sources)),
+        "without_bloom": mean([name for name in sources if "BLOOM" not in name]),
         "all_at_prior": statistics.mean(
             abs(math.exp(e) - 1) for e in log_errors(runs, dict(zip(places, map(float, prior), strict=True)))
         ),
     }
-    print({key: round(100 * value, 2) for key, value in result.items() if key != "sources"})
+    print({key: round(100 * value, 2) for key, value in result.items() if isinstance(value, float)})
     if target:
         Path(target).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

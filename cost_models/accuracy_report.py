@@ -135,12 +135,27 @@ def page(
             out.append(f"| {short(source)} | {row['n']} | {percent(row['fitted'])} | {percent(row['left_out'])} |")
         out.append(f"| **all** | | **{percent(left_out['fitted'])}** | **{percent(left_out['left_out'])}** |")
         out.append(f"| **all but BLOOM** | | | **{percent(left_out['without_bloom'])}** |")
+        out += generations(left_out.get("generations", {}))
     if time["other_grades"]:
         out.append(NOT_JUDGED)
     for name, s in time["other_grades"].items():
         grade, _, source = name.partition(" | ")
         out.append(f"| {grade}, {short(source)} | {s['n']} | {percent(s['mape'])} | {100 * s['bias']:+.1f} |")
     return "\n".join(out) + "\n"
+
+
+def generations(parts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A table of whole generations of GPUs left out of every fit."""
+    if not parts:
+        return []
+    lines = ["", "Likewise whole generations of GPUs, as for one that nobody has run:", ""]
+    lines += [
+        "| generation left out | runs | error with its rows in the fit % | left out % | bias % |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, row in parts.items():
+        lines.append(f"| {name} | {row['n']} | {percent(row['fitted'])} | {percent(row['left_out'])} | {100 * row['bias']:+.1f} |")
+    return lines
 
 
 def _second(title: str, parts: Mapping[str, Mapping[str, float]]) -> list[str]:

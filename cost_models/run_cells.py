@@ -69,9 +69,7 @@ def precision_of(text: str, guessed: list[str], known: Iterable[str] = PRECISION
     word = text.strip().lower()
     if not word:
         guessed.append("precision bf16")
-        name = "bf16"
-    else:
-        name = word if word in PRECISIONS else _meaning("precisions", word)
+    name: str | None = (word or "bf16") if word in ("", *PRECISIONS) else _meaning("precisions", word)
     if name is None:
         close = difflib.get_close_matches(word, PRECISIONS, 1)
         raise InputError("precision", text, f"is one of {', '.join(PRECISIONS)}", close[0] if close else "bf16")
