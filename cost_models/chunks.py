@@ -73,6 +73,11 @@ def stage_job(job: Job, layout: Layout, rank: int) -> Job:
     return job
 
 
+def stage_limit(job: Job, layout: Layout, rank: int) -> float:
+    """Device bytes that a rank of pipeline rank ``rank`` may use: those of its own pool's GPU."""
+    return stage_job(job, layout, rank).limit_bytes if job.cluster.pools else job.limit_bytes
+
+
 def chunk_seconds(job: Job, layout: Layout) -> list[ChunkSeconds]:
     """Every chunk's passes, in model order."""
     key = layer_key(job, layout)

@@ -179,5 +179,10 @@ def rank_memory(job: Job, rank: int, fixed: Fixed, fullest: Peak) -> StageMemory
 
 def fits(job: Job, layout: Layout) -> tuple[bool, StageMemory]:
     """Whether every rank's device bytes stay within the job's limit, building the model included, and the worst rank."""
-    worst = max(stage_memory(job, layout), key=lambda s: s.needed)
-    return worst.needed <= job.limit_bytes, worst
+    if not job.cluster.pools:
+        worst = max(stage_memory(job, layout), key=lambda s: s.needed)
+        return worst.needed <= job.limit_bytes, worst
+    from cost_models.chunks import stage_limit
+
+    worst = max(stage_memory(job, layout), key=lambda s: s.needed / stage_limit(job, layout, s.stage))
+    return worst.needed <= stage_limit(job, layout, worst.stage), worst

@@ -20,6 +20,7 @@ from cost_models.chunks import (
     rank_update,
     run_schedule,
     stage_job,
+    stage_limit,
 )
 from cost_models.communication import Network, add_bytes, stragglers
 from cost_models.flops import flops_per_token
@@ -134,7 +135,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         seconds=seconds,
         memory=memory,
         limit_bytes=job.limit_bytes,
-        fits=all(stage.needed <= job.limit_bytes for stage in memory),
+        fits=all(stage.needed <= stage_limit(job, layout, stage.stage) for stage in memory),
         bytes_sent=bytes_sent(job, layout, chunks, updates, microbatches),
         guessed=guessed,
         busiest_stage=rank,

@@ -7,8 +7,8 @@ runners-up and what each loses, and, when nothing fits, what would.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from cost_models.job import Job
 from cost_models.layout import Layout
@@ -31,6 +31,9 @@ from planner.search import Found, Outcome, Search, family
 from planner.solve_column import PROVED
 from planner.space import Space, read_wishes
 from profiles.errors import DoesNotFit, InputError
+
+if TYPE_CHECKING:
+    from planner.pools import Pools
 
 OBJECTIVES = ("step-time", "tokens-per-second-per-gpu", "gpu-hours", "cost", "fewest-gpus")
 
@@ -76,6 +79,8 @@ def search(request: PlanRequest, *, extra: int | None = None) -> tuple[Search, O
 
 def solve(request: PlanRequest) -> Plan:
     """The plan for a request. Raises InputError for pins that nothing legal meets, DoesNotFit where no legal layout fits."""
+    if request.job.cluster.pools:
+        return _solve_pools(request)
     found, outcome = search(request)
     if outcome.fastest is None:
         from planner.remedies import does_not_fit
@@ -83,6 +88,28 @@ def solve(request: PlanRequest) -> Plan:
         raise DoesNotFit(does_not_fit(request, found, outcome))
     chosen = propose(request, outcome)
     return plan_of(request, found, outcome, chosen)
+
+
+def _solve_pools(request: PlanRequest) -> Plan:
+    """The plan of a cluster of several GPU types (``planner.pools``); its cluster has the pools in the order in which stages stand on them."""
+    from planner.pools import search_pools
+
+    require_job(request.job)
+    wishes = read_wishes(request.pins), [read_wishes(e) for e in request.exclude]
+    found, outcome = search_pools(request.job, *wishes, offload=request.offload, prove=request.prove)
+    pools = found.job.cluster.pools
+    if outcome.fastest is None:
+        sizes = ", ".join(f"{p.gpus} x {p.gpu.name}" for p in pools)
+        raise DoesNotFit(
+            f"no feasible layout: {request.job.model.name} on {sizes} ({outcome.books.legal} legal columns, the likely ones tried)"
+        )
+    request = replace(request, job=found.job)
+    plan = plan_of(request, found, outcome, propose(request, outcome))
+    first, ranks = 0, []
+    for pool in pools:
+        ranks.append(f"{first} to {first + pool.gpus - 1} on {pool.gpu.name}")
+        first += pool.gpus
+    return plan.model_copy(update={"warnings": [*plan.warnings, f"ranks {', '.join(ranks)}: list the hosts in this order"]})
 
 
 def propose(request: PlanRequest, outcome: Outcome) -> Found:
@@ -111,7 +138,7 @@ def layout_of(found: Found) -> Layout:
     return found.answer.column.layout_of(found.answer.stages, found.answer.mixes)
 
 
-def plan_of(request: PlanRequest, search: Search, outcome: Outcome, chosen: Found) -> Plan:
+def plan_of(request: PlanRequest, search: Search | Pools, outcome: Outcome, chosen: Found) -> Plan:
     """The artefact."""
     job = request.job
     assert outcome.fastest is not None
@@ -193,7 +220,7 @@ def solver_name() -> str:
         return "PuLP with CBC"
 
 
-def declared(search: Search) -> str:
+def declared(search: Search | Pools) -> str:
     """The declared space in words."""
     limits, modes = search.space.limits, [_mode(m) for m in search.modes]
     how = {
@@ -205,6 +232,7 @@ def declared(search: Search) -> str:
         f"tp, pp, vpp (to 8), cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp 1 or tp; orders {', '.join(limits.orders)}; ZeRO"
         f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))};"
         f" uneven stages, each with a layer; recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
+        + ("; every order of the pools, a stage inside one, DualPipe's pairs left out" if search.job.cluster.pools else "")
     )
 
 

@@ -68,6 +68,10 @@ def tensor_groups_fit_nodes(case: Case) -> Iterator[Break]:
         yield Break("tp", tp, f"a group of {tp} would straddle nodes of {node} GPUs; legal inside a node: {listed(divisors(node))}")
 
 
+OUTERMOST = "tp-cp-dp-pp"
+"""The order whose stages are consecutive ranks."""
+
+
 def pool_sizes(cluster: Any) -> tuple[int, ...]:
     """GPUs of each pool of a mixed cluster, () for one of a single type."""
     return tuple(int(p.gpus) for p in (getattr(cluster, "pools", None) or ()))
@@ -81,6 +85,13 @@ def stages_inside_a_pool(case: Case) -> Iterator[Break]:
     if len(sizes) > 1 and any(size % stage for size in sizes):
         legal = [p for p in divisors(sum(sizes)) if all(size % (sum(sizes) // p) == 0 for size in sizes)]
         yield Break("pp", layout.pp, f"stages of {stage} ranks do not fill pools of {listed(sizes)} GPUs", tuple(legal))
+
+
+@rule("cluster", "tp cp pp dp order", "on mixed GPU types the pipeline is the outermost axis, so that a stage's ranks are neighbours")
+def pools_need_the_pipeline_outermost(case: Case) -> Iterator[Break]:
+    layout = case.layout
+    if len(pool_sizes(case.job.cluster)) > 1 and not same_placement(layout, layout.order, OUTERMOST):
+        yield Break("order", layout.order, "would spread a stage over GPUs of several types", (OUTERMOST,))
 
 
 @rule("cluster", "tp cp pp dp order", "the target can place ranks in this order")

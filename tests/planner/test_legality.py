@@ -72,7 +72,7 @@ def test_a_rule_lets_a_legal_layout_pass_and_names_field_and_repair_of_an_illega
 
 
 def test_every_rule_has_a_case_a_sentence_and_fields_that_exist():
-    assert {c["rule"] for c in CASES} | {"stages_inside_a_pool"} == set(RULES)
+    assert {c["rule"] for c in CASES} | {"stages_inside_a_pool", "pools_need_the_pipeline_outermost"} == set(RULES)
     known = {*Layout.__dataclass_fields__, "dp"}
     for rule in RULES.values():
         assert rule.reads <= known, rule.name
@@ -115,6 +115,8 @@ def test_stages_lie_in_one_pool_of_a_mixed_cluster():
     found = {v.rule: v for v in violations(of, Layout(pp=2, tp=4, sp=True))}
     assert (found["stages_inside_a_pool"].field, found["stages_inside_a_pool"].nearest) == ("pp", None)
     assert violations(of, Layout(pp=4, tp=2, sp=True)) == []
+    inner = {v.rule: v for v in violations(of, Layout(pp=4, dp_shard=2, order="tp-pp-dp"))}
+    assert inner["pools_need_the_pipeline_outermost"].nearest == "tp-cp-dp-pp"
 
 
 def test_all_broken_rules_come_at_once():
