@@ -22,15 +22,13 @@ sys.stdout = sys.stderr
 
 import deepspeed  # noqa: E402
 import deepspeed.comm  # noqa: E402
-import deepspeed.comm.torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from deepspeed.module_inject.auto_ep_config import validate_autoep_config  # noqa: E402
 from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-deepspeed.comm.torch.build_shm_op = lambda: (
-    None
-)  # it would compile a minute of C++ for shared-memory collectives, which are not used
+# It would compile a minute of C++ for collectives in shared memory, which are not used here; deepspeed.comm.torch is PyTorch itself.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 
 class Groups:
