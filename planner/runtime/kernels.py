@@ -62,11 +62,15 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
 
 
-def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, for_x: bool = True, for_weight: bool = True
+) -> tuple[Tensor, Tensor]:
     dtype = accumulate_dtype(x.dtype)
     scaled = x.to(dtype) * rstd.unsqueeze(-1)
     wide = grad.to(dtype)
-    weight_grad = (wide * scaled).flatten(0, -2).sum(0).to(weight.dtype)
+    weight_grad = (wide * scaled).flatten(0, -2).sum(0).to(weight.dtype) if for_weight else weight.new_empty(0)
+    if not for_x:
+        return x.new_empty(0), weight_grad
     wide = wide * weight.to(dtype)
     mean = (wide * scaled).mean(-1, keepdim=True)
     return ((wide - scaled * mean) * rstd.unsqueeze(-1)).to(x.dtype), weight_grad
@@ -77,16 +81,22 @@ def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     return out, rstd.view(x.shape[:-1])
 
 
-def _rms_norm_backward_fused(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    grads = torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd.unsqueeze(-1), weight, [True, True])
-    return grads[0], grads[1]
+def _rms_norm_backward_fused(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, for_x: bool = True, for_weight: bool = True
+) -> tuple[Tensor, Tensor]:
+    which = [for_x, for_weight]
+    grads = torch.ops.aten._fused_rms_norm_backward(grad, x, [x.shape[-1]], rstd.unsqueeze(-1), weight, which)
+    return grads[0] if for_x else x.new_empty(0), grads[1] if for_weight else weight.new_empty(0)
 
 
 _operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _rms_norm, _rms_norm_fake, cuda=_rms_norm_fused)
 _operation(
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, bool for_x=True, bool for_weight=True) -> (Tensor, Tensor)",
     _rms_norm_backward,
-    lambda grad, x, weight, rstd: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    lambda grad, x, weight, rstd, for_x=True, for_weight=True: (
+        x.new_empty(x.shape if for_x else 0),
+        weight.new_empty(weight.shape if for_weight else 0),
+    ),
     cuda=_rms_norm_backward_fused,
 )
 

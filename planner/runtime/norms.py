@@ -20,9 +20,22 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
-        return (*kernels.rms_norm_backward(grads[0], x, weight, rstd), None)
+        for_x, for_weight = wanted(ctx, 0), wanted(ctx, 1)
+        x_grad, weight_grad = kernels.rms_norm_backward(grads[0], x, weight, rstd, for_x, for_weight)
+        return x_grad if for_x else None, weight_grad if for_weight else None, None
+
+
+def wanted(ctx: Any, place: int) -> bool:
+    """Whether the running backward goes on to the input ``place``: a split backward asks for one of them at a time."""
+    node = ctx.next_functions[place][0]
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient autograd.grad was asked for
+        return True
 
 
 class Norm(nn.Module):

@@ -3,7 +3,9 @@
 The orders are those the cost model simulates (``cost_models.schedules.order_table``): what is predicted is what runs. ``lower``
 adds the transfers: a send follows the action that made the tensor, and its receive is placed on the other rank at that same
 moment of one common walk through all orders, so that every pair of ranks meets its transfers in one order and none waits for
-another in a circle. Shapes are known from the layout; nothing is inferred at run time. B and W are split by
+another in a circle. The walk also knows what each message tells of the ranks behind it, so a sent tensor is let go as soon as
+something arrives that can only have been sent after it was used (gloo never says that a send is over). Shapes are known from the
+layout; nothing is inferred at run time. B and W are split by
 ``torch.distributed.pipelining``'s graph partition; what a part of the graph no longer needs is freed with it.
 """
 
@@ -37,7 +39,15 @@ class Transfer(NamedTuple):
     chunk: int
 
 
-Step = Action | Transfer
+class Arrived(NamedTuple):
+    """The tensor that this rank sent is known to have been used: F to the next chunk, B to the one before."""
+
+    what: str
+    microbatch: int
+    chunk: int
+
+
+Step = Action | Transfer | Arrived
 
 
 @lru_cache(maxsize=64)
@@ -55,12 +65,21 @@ def lower_forward(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[
     return _with_transfers(table, schedule, pp * vpp)
 
 
+def _message(action: Action) -> str | None:
+    """What passes between ranks before an action and after it: activations, gradients, or nothing."""
+    return {"F": "F", "B": "B", "BW": "B"}.get(action.kind)
+
+
 def _with_transfers(table: Sequence[Sequence[Action]], schedule: str, chunks: int) -> tuple[tuple[Step, ...], ...]:
     place = {action.chunk: rank for rank, order in enumerate(table) for action in order}
     last = chunks - 1
     waiting = [deque(order) for order in table]
     done: list[set[tuple[str, int, int]]] = [set() for _ in table]
     out: list[list[Step]] = [[] for _ in table]
+    users = {(_message(a), a.microbatch, a.chunk): (r, i) for r, order in enumerate(table) for i, a in enumerate(order)}
+    known = [[0] * len(table) for _ in table]  # rank -> how many actions of each rank it knows to be done
+    mail: dict[tuple[str | None, int, int], list[int]] = {}  # message -> what its sender knew
+    unconfirmed: list[list[tuple[Arrived, int, int]]] = [[] for _ in table]
 
     def ready(rank: int, action: Action) -> bool:
         if action.kind == "F":
@@ -77,7 +96,12 @@ def _with_transfers(table: Sequence[Sequence[Action]], schedule: str, chunks: in
             action = queue.popleft()
             progress = True
             out[rank].append(action)
-            what = {"F": "F", "B": "B", "BW": "B"}.get(action.kind)
+            what = _message(action)
+            heard = mail.pop((what, action.microbatch, action.chunk), known[rank])
+            known[rank] = [max(pair) for pair in zip(known[rank], heard, strict=True)]
+            known[rank][rank] += 1
+            out[rank] += [one for one, user, index in unconfirmed[rank] if known[rank][user] > index]
+            unconfirmed[rank] = [entry for entry in unconfirmed[rank] if known[rank][entry[1]] <= entry[2]]
             target = action.chunk + (1 if what == "F" else -1)
             if what is None:
                 continue
@@ -86,6 +110,8 @@ def _with_transfers(table: Sequence[Sequence[Action]], schedule: str, chunks: in
                 out[rank].append(Transfer("send", what, action.microbatch, action.chunk))
                 out[place[target]].append(Transfer("receive", what, action.microbatch, action.chunk))
                 done[place[target]].add((what, action.microbatch, action.chunk))
+                mail[what, action.microbatch, target] = list(known[rank])
+                unconfirmed[rank].append((Arrived(what, action.microbatch, action.chunk), *users[what, action.microbatch, target]))
         if not progress:
             raise InputError("schedule", schedule, "its order table waits for itself")
     return tuple(tuple(order) for order in out)
@@ -198,18 +224,21 @@ class Pipeline:
 
     def _walk(self, order: Sequence[Step], act: Callable[[Action, Chunk], None]) -> None:
         self.times.clear()
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: dict[tuple[str, int, int], tuple[dist.Work, Tensor]] = {}
         self._received: dict[tuple[str, int, int], tuple[dist.Work | None, Tensor]] = {}
         for step in order:
             if isinstance(step, Transfer):
                 self._transfer(step)
+                continue
+            if isinstance(step, Arrived):
+                self._let_go(step)
                 continue
             self._arrive(step)
             began = self.clock.now()
             act(step, self.chunks[step.chunk])
             self.times.append((step, began, self.clock.now()))
             self._release()
-        for work, _ in self._sent:
+        for work, _ in self._sent.values():
             work.wait()
         self._sent.clear()
 
@@ -222,15 +251,22 @@ class Pipeline:
             _, tensor = self._received.pop(key)
             work = dist.isend(tensor, group=self.axis.group, group_dst=self._place[target])
             assert work is not None
-            self._sent.append((work, tensor))
+            self._sent[key] = (work, tensor)
         else:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self._received[key] = (dist.irecv(tensor, group=self.axis.group, group_src=self._place[step.chunk]), tensor)
 
     def _release(self) -> None:
-        """Let go of sent tensors that have left."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        """Let go of sent tensors that say they have left."""
+        for key, (work, _) in list(self._sent.items()):
+            if not work.is_completed():
+                return
+            del self._sent[key]
+
+    def _let_go(self, step: Arrived) -> None:
+        """Let go of a sent tensor that has been used."""
+        if (sent := self._sent.pop((step.what, step.microbatch, step.chunk), None)) is not None:
+            sent[0].wait()
 
     def _arrive(self, step: Action) -> None:
         """Wait for what the action needs from another rank."""

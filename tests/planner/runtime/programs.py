@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as read_state
 
 from cost_models.layout import Layout
-from planner.runtime import weights
+from planner.runtime import norms, weights
 from planner.runtime.attention import Tokens
 from planner.runtime.checkpoint import Boxes, Checkpoints, _copied, state_of
 from planner.runtime.collectives import all_gather
@@ -321,3 +321,26 @@ def save_where_nothing_can_be_named(folder: str) -> str:
     except AxisplanError as error:
         return str(error)
     return ""
+
+
+def norm_gradients(layout: str, model: str) -> list[int]:
+    """How often a step computes a norm's gradient of its input, and of its weight."""
+    trainer, data = _trainer_and_data(layout, 1, model)
+    counts = [0, 0]
+    real = norms.kernels.rms_norm_backward
+
+    class Counting:
+        rms_norm = norms.kernels.rms_norm
+
+        @staticmethod
+        def rms_norm_backward(*arguments: Any) -> Any:
+            counts[0] += arguments[4]
+            counts[1] += arguments[5]
+            return real(*arguments)
+
+    kept, norms.kernels = norms.kernels, Counting  # type: ignore[assignment]
+    try:
+        trainer.gradients(trainer.batch(data, 0))
+    finally:
+        norms.kernels = kept
+    return counts

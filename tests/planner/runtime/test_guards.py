@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from cost_models.layout import Layout
 from planner.runtime.checkpoint import latest
-from planner.runtime.pipeline import Transfer, lower
+from planner.runtime.pipeline import Arrived, Transfer, lower
 from planner.runtime.train import microbatches
 from profiles.errors import InputError
 
@@ -53,3 +54,54 @@ def test_every_pair_of_ranks_meets_its_transfers_in_one_order(schedule: str, pp:
         first, second = both.values()
         assert [t[1:] for t in first] == [t[1:] for t in second]
         assert [t.kind for t in first] == [{"send": "receive", "receive": "send"}[t.kind] for t in second]
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2)])
+def test_a_sent_tensor_is_let_go_only_after_its_receiver_has_used_it(schedule: str, vpp: int) -> None:
+    """Whatever the speed of each rank: 30 random interleavings of all orders, each step run as soon as what it waits for is there."""
+    pp, microbatches = 4, 16
+    orders = lower(schedule, pp, vpp, microbatches)
+    layout = Layout.parse(f"pp={pp},vpp={vpp},schedule={schedule}")
+    confirmed = 0
+    for seed in range(30):
+        pick = random.Random(seed)
+        at, sent, used = [0] * pp, set(), set()
+        while ready := [r for r in range(pp) if at[r] < len(orders[r])]:
+            rank = pick.choice(ready)
+            step = orders[rank][at[rank]]
+            if isinstance(step, Arrived):
+                assert (step.what, step.microbatch, step.chunk + (1 if step.what == "F" else -1)) in used
+                confirmed += 1
+            elif isinstance(step, Transfer):
+                if step.kind == "send":
+                    sent.add((step.what, step.microbatch, step.chunk))
+            else:
+                what = {"F": "F", "B": "B", "BW": "B"}.get(step.kind)
+                before = step.chunk - 1 if what == "F" else step.chunk + 1
+                from_far = what and 0 <= before < layout.chunks and layout.rank_of_chunk(before) != rank
+                if from_far and (what, step.microbatch, before) not in sent:
+                    continue
+                used.add((what, step.microbatch, step.chunk))
+            at[rank] += 1
+    assert confirmed > 30 * microbatches
+
+
+@pytest.mark.parametrize(("schedule", "pp", "most"), [("1f1b", 2, 2), ("1f1b", 4, 4), ("zb-h1", 4, 4)])
+def test_sent_gradients_do_not_pile_up(schedule: str, pp: int, most: int) -> None:
+    """gloo says of no send that it is over: without what arrives, all 64 would be held to the end of the step."""
+    for order in lower(schedule, pp, 1, 64):
+        held = peak = 0
+        for step in order:
+            held += isinstance(step, Transfer) and step.kind == "send" and step.what == "B"
+            held -= isinstance(step, Arrived) and step.what == "B"
+            peak = max(peak, held)
+        assert peak <= most
+
+
+@pytest.mark.parametrize("model", ["llama", *[pytest.param(m, marks=pytest.mark.slow) for m in ("moe-v3", "mla")]])
+def test_a_split_backward_computes_each_norm_gradient_once(processes: Callable[..., list[Any]], model: str) -> None:
+    """The input's in B, the weight's in W: (calls for the input, for the weight) of the last stage, whose B and W are apart."""
+    last = processes(2, "norm_gradients", layout="pp=2,schedule=zb-h1,micro_batch=2", model=model)[1]
+    whole = processes(2, "norm_gradients", layout="pp=2,schedule=1f1b,micro_batch=2", model=model)[1]
+    assert last == whole
+    assert last[0] == last[1] > 0
