@@ -163,6 +163,13 @@ axisplan run plan.json --data tokens --eval-data held-out.txt --eval-every 50 --
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Where checkpoints and metrics go (default: run/ beside the plan).")
 @click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="Any other training setting.")
+@click.option(
+    "--restarts",
+    type=click.IntRange(0, 1000),
+    default=0,
+    show_default=True,
+    help="How often all workers are started again after one died; they go on from the last checkpoint.",
+)
 @click.option("--port", type=click.IntRange(1, 65535), help="Rendezvous port (default: a free one).")
 @as_json
 def run(
@@ -176,6 +183,7 @@ def run(
     trace: Path | None,
     out: Path | None,
     extra: tuple[str, ...],
+    restarts: int,
     port: int | None,
     as_json: bool,
 ) -> None:
@@ -198,7 +206,7 @@ def run(
     def record(line: dict[str, Any]) -> None:
         click.echo(json.dumps(line) if as_json else screen.step_line(line))
 
-    launch(arguments, loaded.layout_object.world, record, port=port)
+    launch(arguments, loaded.layout_object.world, record, port=port, restarts=restarts)
 
 
 @command("export", "axisplan export run --out my-model\naxisplan export run/checkpoints/step-00000200 --dtype fp32 --out my-model")

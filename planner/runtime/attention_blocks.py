@@ -85,15 +85,13 @@ def attend_forward(
     k_spans: Sequence[int], window: int, chunk: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [s, b, heads, v width] (contiguous) and logsumexp [b, heads, s]; a query that sees no key has output 0, -inf."""
-    out, lse = attend_shapes(q, v)
     kind = _shape_of(q_spans, k_spans, window, chunk, q_document is not None)
     qh, kh, vh = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     if kind != "mask" and (kernel := _fused(q)):
         width = _padded(q.shape[-1], v.shape[-1])
         got, low = kernel.forward(_pad(qh, width), *_expand(_pad(kh, width), _pad(vh, width), q.shape[2]), kind == "causal", scale)
-        out.copy_(got[..., : v.shape[-1]].permute(2, 0, 1, 3))
-        lse.copy_(low)
-        return out, lse
+        return got[..., : v.shape[-1]].permute(2, 0, 1, 3).contiguous(), low.contiguous()  # the kernel's own order for one sequence
+    out, lse = attend_shapes(q, v)
     for rows in _row_blocks(q.shape[0]):
         mask = None if kind == "full" else _mask(rows, q_spans, k_spans, window, chunk, q_document, k_document, q.device)
         scores = _scores(qh[:, :, rows], kh, mask, scale)

@@ -54,8 +54,8 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(accumulate_dtype(x.dtype))
-    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    return ((wide * rstd.unsqueeze(-1)).to(x.dtype) * weight).contiguous(), rstd
+    rstd = torch.rsqrt(wide.square().mean(-1).add_(eps))
+    return (wide * rstd.unsqueeze(-1)).to(x.dtype).mul_(weight).contiguous(), rstd
 
 
 def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -67,13 +67,14 @@ def _rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulate_dtype(x.dtype)
     scaled = x.to(dtype) * rstd.unsqueeze(-1)
-    wide = grad.to(dtype)
-    weight_grad = (wide * scaled).flatten(0, -2).sum(0).to(weight.dtype) if for_weight else weight.new_empty(0)
+    wide, heavy = grad.to(dtype), weight.to(dtype)
+    both = (wide * scaled).flatten(0, -2)
+    weight_grad = both.sum(0).to(weight.dtype) if for_weight else weight.new_empty(0)
     if not for_x:
         return x.new_empty(0), weight_grad
-    wide = wide * weight.to(dtype)
-    mean = (wide * scaled).mean(-1, keepdim=True)
-    return ((wide - scaled * mean) * rstd.unsqueeze(-1)).to(x.dtype), weight_grad
+    mean = torch.mv(both, heavy).div_(x.shape[-1]).view_as(rstd).unsqueeze(-1)
+    grads = (wide * heavy).addcmul_(scaled, mean, value=-1).mul_(rstd.unsqueeze(-1))
+    return grads.to(x.dtype), weight_grad
 
 
 def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

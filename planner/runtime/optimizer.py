@@ -125,4 +125,5 @@ PIECE = 1 << 17
 
 def _square_sum(values: Tensor) -> Tensor:
     """Sum of squares in fp64. (PyTorch's norm with a wider dtype widens a whole CPU tensor.)"""
-    return torch.stack([piece.double().square().sum() for piece in values.flatten().split(PIECE)]).sum()
+    wide = (piece.double() for piece in values.flatten().split(PIECE))
+    return torch.stack([torch.dot(piece, piece) for piece in wide]).sum()

@@ -288,10 +288,10 @@ def spans_of_a_step(layout: str) -> dict[str, Any]:
     return {"spans": told, "seconds": seconds, "busy": busy}
 
 
-def checkpoint_peaks(folder: str, layout: str, model: str, precision: str) -> dict[str, int]:
+def checkpoint_peaks(folder: str, layout: str, model: str, precision: str, vocab: int) -> dict[str, int]:
     """Bytes that this rank's copy of a save holds, that its save and its load allocate at most at once, and of the files."""
     settings = {"precision": precision, "steps": 1}
-    trainer, data = _trainer_and_data(layout, 1, model=model, settings=settings)
+    trainer, data = _trainer_and_data(layout, 1, model=model, settings=settings, changes={"vocab": vocab})
     trainer.step(0, trainer.batch(data, 0))
     saved = Checkpoints(Path(folder))
     with torch.autograd.profiler.profile(profile_memory=True) as saving:

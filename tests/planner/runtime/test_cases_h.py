@@ -77,14 +77,15 @@ def test_h06_save_and_load_take_the_host_memory_that_is_stated(
     assert spec.loader is not None
     programs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(programs)
-    job = Job(programs.model_of(model), load_cluster(f"cpu:1x{world}"), load_execution("axisplan"), 16, 8, precision)
+    vocab = 20011  # one parameter is most of the model, and larger than the plans that DCP exchanges
+    job = Job(programs.model_of(model, vocab=vocab), load_cluster(f"cpu:1x{world}"), load_execution("axisplan"), 16, 8, precision)
     stated = checkpoint_bytes(job, Layout.parse(layout, world))
-    got = processes(world, "checkpoint_peaks", folder=str(tmp_path), layout=layout, model=model, precision=precision)
+    got = processes(world, "checkpoint_peaks", folder=str(tmp_path), layout=layout, model=model, precision=precision, vocab=vocab)
     held = [rank["held"] for rank in got]
     assert max(held) <= 1.1 * stated.save_host_rank + 2048, "each rank its part, replicas none twice"
     assert sum(held) == pytest.approx(stated.save_host_node, rel=0.02)
     assert all(rank["saving"] <= rank["held"] + 4096 for rank in got), "nothing but the copy"
-    assert all(rank["loading"] <= stated.load_host_rank + 4096 for rank in got), "one box at a time"
+    assert all(rank["loading"] <= stated.load_host_rank for rank in got), "one box at a time"
     assert got[0]["files"] >= stated.files
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -79,7 +80,8 @@ def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path) -> None:
     runs, skipped = load_runs(read_rows(tmp_path / "run" / "runs.csv"))
     assert not skipped
     assert runs[0].layout == Layout.parse("dp=2")
-    assert runs[0].seconds == pytest.approx(sorted(r["seconds"] for r in records[2:])[0], rel=1e-4)
+    timed = [r["seconds"] for r in records if not r.get("watched")]
+    assert runs[0].seconds == pytest.approx(statistics.median(timed), rel=1e-4)
     assert not alive(str(tmp_path))
 
 
@@ -201,7 +203,8 @@ def test_sigterm_saves_and_leaves_and_the_next_run_continues(tmp_path: Path) -> 
 @pytest.mark.parametrize("save", [1000, 0])
 def test_sigterm_to_the_command_is_one_line_after_every_worker_has_saved_and_left(tmp_path: Path, save: int) -> None:
     path = folder(tmp_path, "dp=2", steps=5000, checkpoint_every=save, out="run", decay="constant")
-    command = [sys.executable, "-m", "cli", "run", str(path / "plan.json"), "--settings", str(path / "train.json"), "--json"]
+    start = [sys.executable, "-P", "-c", "from cli import main; main()"]
+    command = [*start, "run", str(path / "plan.json"), "--settings", str(path / "train.json"), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(3):
