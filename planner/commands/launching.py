@@ -161,6 +161,7 @@ axisplan run plan.json --data tokens --eval-data held-out.txt --eval-every 50 --
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the last step of every stage over the predicted one, for Perfetto or chrome://tracing.",
 )
+@click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), help="Add the measured run to this runs.csv too.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where checkpoints and metrics go (default: run/ beside the plan).")
 @click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="Any other training setting.")
 @click.option(
@@ -181,6 +182,7 @@ def run(
     eval_every: int | None,
     tensorboard: bool,
     trace: Path | None,
+    runs: Path | None,
     out: Path | None,
     extra: tuple[str, ...],
     restarts: int,
@@ -194,7 +196,14 @@ def run(
 
     loaded = Plan.load(plan)
     arguments = ["train", str(plan.resolve())]
-    numbers = (("--settings", settings), ("--steps", steps), ("--eval-every", eval_every), ("--trace", trace), ("--out", out))
+    numbers = (
+        ("--settings", settings),
+        ("--steps", steps),
+        ("--eval-every", eval_every),
+        ("--trace", trace),
+        ("--runs", runs),
+        ("--out", out),
+    )
     for name, value in numbers:
         arguments += [name, str(value)] if value is not None else []
     arguments += ["--data", *map(str, data)] if data else []

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval-every", type=int)
     parser.add_argument("--tensorboard", action="store_true", default=None)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--runs", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--precision")
@@ -102,7 +103,8 @@ def _train(arguments: argparse.Namespace) -> int:
     journal.close()
     if journal.records and settings.out is not None:
         row = feedback.row(plan, journal.records, f"{job.model.name}-{digest([plan.inputs, plan.layout_text])[:12]}")
-        append_row(settings.out / "runs.csv", row)
+        for path in filter(None, (settings.out / "runs.csv", arguments.runs)):
+            append_row(path, row)
     dist.destroy_process_group()
     return 0
 
