@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from planner.number_types import DURATION, GIBIBYTES, IMBALANCE, MARGIN, MEAN_TIME, Count, nearest_count
 from profiles.errors import InputError
 from profiles.version import __version__
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 EXECUTIONS = ("axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate")
+
+
+USUAL = {"--seq-len": "8k", "--global-batch": 512, "--gpus": 8}
+"""What is proposed where a count cannot be read at all."""
 
 
 class Tokens(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -32,7 +37,7 @@ class Tokens(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         digits = text[:-1] if scale > 1 else text
         if not digits.isdecimal() or int(digits) < 1 or len(digits) > 12:
             name = param.opts[-1] if param else "count"
-            raise InputError(name, value, "must be a whole number of at least 1, k and M allowed", "8k")
+            raise InputError(name, value, "must be a whole number of at least 1, k and M allowed", nearest_count(text, USUAL.get(name, 1)))
         return int(digits) * scale
 
 
@@ -68,8 +73,8 @@ class Words(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return tuple(part.strip() for part in str(value).split(",") if part.strip())
 
 
-class Examples(click.Command):
-    """A command whose help ends with an example that can be pasted."""
+class WithExample:
+    """What a command and a group of commands share: help that ends with an example that can be pasted."""
 
     def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
         self.example = example
@@ -82,11 +87,20 @@ class Examples(click.Command):
                     formatter.write(f"  {line}\n")  # as it is: a wrapped line could not be pasted
 
 
-class Commands(click.Group):
-    """Lists commands in the order they are written: the order in which a newcomer needs them."""
+class Examples(WithExample, click.Command):
+    """A command whose help ends with an example."""
+
+
+class Commands(WithExample, click.Group):
+    """Lists commands in the order they are written, in which a newcomer needs them, each with its whole first sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, c.get_short_help_str(10_000)) for name, c in self.commands.items() if not c.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -118,10 +132,10 @@ training_options = options(
                  help="Parts that are not trained: the above, embedding, head, router, norm."),
     click.option("--documents", metavar="LENGTHxCOUNT,...",
                  help="Lengths of the documents that sequences are packed from: 512x1000,4096x20."),
-    click.option("--moe-imbalance", type=float, help="Max / mean tokens of an expert-parallel rank."),
+    click.option("--moe-imbalance", type=IMBALANCE, help="Max / mean tokens of an expert-parallel rank."),
     click.option("--routing", metavar="HISTOGRAM", help="Tokens by expert (.csv, a row a layer, or .json): the imbalance at every ep."),
-    click.option("--memory-limit", type=float, metavar="GIB", help="Usable device memory, instead of the GPU's."),
-    click.option("--margin", type=float, default=0.08, show_default=True, help="Share of usable memory kept free."),
+    click.option("--memory-limit", type=GIBIBYTES, metavar="GIB", help="Usable device memory, instead of the GPU's."),
+    click.option("--margin", type=MARGIN, default=0.08, show_default=True, help="Share of usable memory kept free."),
 )  # fmt: skip
 
 job_options = options(
@@ -142,11 +156,11 @@ goal_options = options(
                  help="step-time, tokens-per-second-per-gpu, gpu-hours, cost, fewest-gpus, pareto-gpus or pareto-memory."),
     click.option("--deadline", metavar="TIME", help="30d, 12h, 90s: for all --tokens, or for one step without them."),
     click.option("--tokens", metavar="COUNT", help="Tokens to train on in all: 15T, 300B."),
-    click.option("--mtbf", type=float, metavar="HOURS", help="Mean time between failures of one node: adds goodput to the plan."),
-    click.option("--checkpoint-seconds", type=float, default=30.0, show_default=True, help="How long a save holds training up."),
-    click.option("--restart-seconds", type=float, default=600.0, show_default=True, help="From a failure to training again."),
-    click.option("--repair-hours", type=float, default=24.0, show_default=True, help="Until a failed node is back."),
-    click.option("--spare", type=click.IntRange(0), help="Spare nodes kept ready (default: as many as pay)."),
+    click.option("--mtbf", type=MEAN_TIME, metavar="HOURS", help="Mean time between failures of one node: adds goodput to the plan."),
+    click.option("--checkpoint-seconds", type=DURATION, default=30.0, show_default=True, help="How long a save holds training up."),
+    click.option("--restart-seconds", type=DURATION, default=600.0, show_default=True, help="From a failure to training again."),
+    click.option("--repair-hours", type=DURATION, default=24.0, show_default=True, help="Until a failed node is back."),
+    click.option("--spare", type=Count(0), help="Spare nodes kept ready (default: as many as pay)."),
 )  # fmt: skip
 
 
@@ -197,12 +211,6 @@ def make_job(
 
     if isinstance(global_batch, str):
         raise InputError("--global-batch", global_batch, "must be one count here; a range is for axisplan plan", 512)
-    if not 0 <= margin < 1:
-        raise InputError("--margin", margin, "must be at least 0 and below 1", 0.08)
-    if memory_limit is not None and not 0 < memory_limit < 1e6:
-        raise InputError("--memory-limit", memory_limit, "must be GiB above 0", 80)
-    if moe_imbalance is not None and not 1 <= moe_imbalance < 1e4:
-        raise InputError("--moe-imbalance", moe_imbalance, "is max / mean tokens of a rank, so at least 1", 1)
     if routing is not None and moe_imbalance is not None:
         raise InputError("--routing", routing, "goes without --moe-imbalance: the histogram says it", None)
     spec = load_cluster(cluster)
@@ -250,7 +258,11 @@ def read_facts(facts: tuple[str, ...]) -> dict[str, str]:
 EXAMPLE_JOB = "llama-3-70b --cluster h100-sxm:8x8 --seq-len 8k --global-batch 512"
 
 
-@click.group(cls=Commands, context_settings=CONTEXT)
+@click.group(
+    cls=Commands,
+    context_settings=CONTEXT,
+    example="axisplan demo\naxisplan plan llama-3-8b --cluster h100-sxm:1x8 --seq-len 8k --global-batch 128 --out plan.json",
+)
 @click.version_option(__version__, prog_name="axisplan", message="%(prog)s %(version)s")
 def cli() -> None:
     """Find the fastest way to spread the training of a model over a cluster, prove it, and launch it.

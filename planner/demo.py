@@ -81,10 +81,10 @@ def run_demo(settings: DemoSettings, out: Console) -> None:
     model = load_model(settings.model)
     check_text(settings)
     cluster = profiled(settings, out)
-    plan = planned(settings, model, cluster, out)
+    plan, slower = planned(settings, model, cluster, out)
     text = training_text(settings)
     runs = [Run("plan", plan, settings.out / "launch", 3)]
-    if slower := next((r for r in plan.runners_up if r.slower >= settings.slower_by), None):
+    if slower is not None:
         runs.append(Run("runner-up", instead(plan, slower), settings.out / "launch-runner-up", 4))
     for run in runs:
         emitted(run, settings, text, out)
@@ -138,8 +138,8 @@ def profiled(settings: DemoSettings, out: Console) -> ClusterSpec:
     return cluster
 
 
-def planned(settings: DemoSettings, model: ModelSpec, cluster: ClusterSpec, out: Console) -> Plan:
-    """The proved plan for the demo's model on ``cluster``."""
+def planned(settings: DemoSettings, model: ModelSpec, cluster: ClusterSpec, out: Console) -> tuple[Plan, RunnerUp | None]:
+    """The proved plan for the demo's model on ``cluster``, and the runner-up that will be run as well."""
     from planner.solve import PlanRequest, solve
 
     out.rule("2. plan: the fastest layout that fits, with proof", align="left")
@@ -154,8 +154,9 @@ def planned(settings: DemoSettings, model: ModelSpec, cluster: ClusterSpec, out:
     plan = solve(PlanRequest(job, top=12, tie=0.0, prove=True))
     path = settings.out / "plan.json"
     plan.save(path)
-    screen.show_plan(out, plan, top=4)
-    return plan
+    slower = next((r for r in plan.runners_up if r.slower >= settings.slower_by), None)
+    screen.show_plan(out, plan, top=4, also=slower)
+    return plan, slower
 
 
 def instead(plan: Plan, runner: RunnerUp) -> Plan:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from planner.compare import Comparison
     from planner.doctor import Check
-    from planner.plan import Plan
+    from planner.plan import Plan, RunnerUp
     from planner.report.spans import Spans
 
 GIB = 2**30
@@ -122,7 +122,7 @@ def show_estimate(out: Console, layout: str, document: Mapping[str, Any]) -> Non
     out.print(
         f"step     {seconds(document['step_seconds'])}   (80 % interval {seconds(document['step_seconds_low'])} to "
         f"{seconds(document['step_seconds_high'])})   {document['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU   "
-        f"MFU {percent(document['mfu'])}   bubble {percent(document['bubble_fraction'])}",
+        f"MFU {percent(document['mfu'])}",
         soft_wrap=True,
     )
     show_seconds(out, document)
@@ -179,8 +179,8 @@ def bar(stage: Mapping[str, float], limit: float, width: int = 24) -> str:
     return f"{marks[:width]:<{width}}|" + ("+" if stage["device"] > limit else "")
 
 
-def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | None = None) -> None:
-    """The answer, the runners-up, the certificate, and what to type next."""
+def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | None = None, also: RunnerUp | None = None) -> None:
+    """The answer, the first ``top`` runners-up and ``also``, the certificate, and what to type next."""
     show_estimate(out, plan.layout_text, plan.estimate)
     if len(plan.stages) > 1:
         from planner.report.spans import spans_of
@@ -195,7 +195,8 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | 
                 percent(r.chance_faster),
                 worst_loss(r.loses),
             )
-            for r in plan.runners_up[:top]
+            for i, r in enumerate(plan.runners_up)
+            if top is None or i < top or r is also
         ]
         out.print(table("runners-up", ("layout", "step", "slower", "chance faster", "loses most on"), rows))
     show_certificate(out, plan)

@@ -14,6 +14,11 @@ import cli
 JOB = ["llama-3-8b", "--cluster", "h100-sxm:1x8", "--seq-len", "8k", "--global-batch", "128"]
 
 
+def every_group(group: click.Group = cli.cli, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    inner = [(name, c) for name, c in group.commands.items() if isinstance(c, click.Group)]
+    return [path, *(found for name, c in inner for found in every_group(c, (*path, name)))]
+
+
 def every_command(group: click.Group = cli.cli, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], click.Command]]:
     found: list[tuple[tuple[str, ...], click.Command]] = []
     for name, command in group.commands.items():
@@ -30,6 +35,14 @@ def test_help_of_every_command_says_what_it_does_and_ends_with_an_example(invoke
     assert code == 0
     assert out.splitlines()[2].strip()
     assert f"axisplan {' '.join(path)}" in out.split("Example", 1)[1]
+
+
+@pytest.mark.parametrize("path", every_group(), ids=lambda path: " ".join(path) or "axisplan")
+def test_help_of_every_group_says_whole_sentences_and_ends_with_an_example(invoke, path):
+    code, out, _ = invoke(*path, "--help")
+    assert code == 0
+    assert "..." not in out.split("Commands:", 1)[1].split("Example", 1)[0].replace("[ARGS]...", "")
+    assert f"axisplan {' '.join(path)}".rstrip() in out.split("Example", 1)[1]
 
 
 def test_version_is_the_one_of_the_package(invoke):

@@ -45,7 +45,10 @@ def models(as_json: bool) -> None:
     screen.console().print(screen.table("built-in models (or a Hugging Face config.json, or a folder holding one)", columns, rows))
 
 
-@cli.group("clusters", cls=Commands, context_settings=CONTEXT, invoke_without_command=True)
+@cli.group(
+    "clusters", cls=Commands, context_settings=CONTEXT, invoke_without_command=True,
+    example="axisplan clusters\naxisplan clusters show h100-sxm:64x8",
+)  # fmt: skip
 @as_json
 @click.pass_context
 def clusters(context: click.Context, as_json: bool) -> None:

@@ -244,7 +244,7 @@ def export(checkpoint: Path, dtype: str, config: Path | None, out: Path) -> None
         click.echo(file)
 
 
-@cli.group("data", cls=Commands, context_settings=CONTEXT)
+@cli.group("data", cls=Commands, context_settings=CONTEXT, example="axisplan data prepare book.txt notes.txt --out tokens")
 def data() -> None:
     """Training data: text to tokens that are mapped into memory."""
 

@@ -11,7 +11,7 @@ from planner.command_line import CONTEXT, Commands, Examples, Tokens, as_json, c
 from profiles.errors import InputError
 
 
-@cli.group("profile", cls=Commands, context_settings=CONTEXT)
+@cli.group("profile", cls=Commands, context_settings=CONTEXT, example="axisplan profile gpu --out cluster.yaml")
 def profile() -> None:
     """Measure this machine's GPUs (or CPU), links, or layers; what is measured can be planned with."""
 
