@@ -21,6 +21,7 @@ from planner.command_line import (
     show_json,
     training_options,
 )
+from planner.number_types import TIE, Count, Real
 from profiles.errors import InputError
 
 PLAN_EXAMPLE = f"""axisplan plan {EXAMPLE_JOB} --out plan.json
@@ -33,7 +34,7 @@ wish_options = options(
     click.option("--prove", is_flag=True, help="Go on until the gap is closed (1e-4)."),
     click.option("--allow-offload", "offload", is_flag=True, help="Optimizer state and activations may live in host memory."),
 )
-top_option = click.option("--top", type=click.IntRange(0, 50), default=3, show_default=True, help="Runners-up to show.")
+top_option = click.option("--top", type=Count(0, 50), default=3, show_default=True, help="Runners-up to show.")
 out_option = click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan here.")
 
 
@@ -42,9 +43,7 @@ out_option = click.option("--out", type=click.Path(path_type=Path, dir_okay=Fals
 @wish_options
 @top_option
 @click.option("--similar", is_flag=True, help="Runners-up may differ in micro batch, schedule or sharding alone.")
-@click.option(
-    "--tie", type=click.FloatRange(0, 1, max_open=True), default=0.01, show_default=True, help="Prefer a simpler plan this near."
-)
+@click.option("--tie", type=TIE, default=0.01, show_default=True, help="Prefer a simpler plan this near.")
 @goal_options
 @out_option
 @as_json
@@ -97,7 +96,7 @@ axisplan sweep llama-3-8b --cluster h100-sxm:1x8 --seq-len 8k --global-batch 128
 @training_options
 @wish_options
 @click.option("--candidates", is_flag=True, help="A row for every candidate of each point: layout, fits, peak, time, reason.")
-@click.option("--jobs", type=click.IntRange(1, 1024), help="Processes (default: the cores there are).")
+@click.option("--jobs", type=Count(1, 1024), help="Processes (default: the cores there are).")
 @click.option("--state", type=click.Path(path_type=Path, dir_okay=False), help="Keep finished points here, and take them up again.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Picture of tokens/s a GPU (.png, .svg).")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here (.csv or .json).")
@@ -169,10 +168,14 @@ def replan(plan: Path, gpus: int, out: Path | None, as_json: bool, **options: An
     "experts", "axisplan experts --routing histogram.csv --ep 8 --redundant 8\naxisplan experts --zipf 0.8 --experts 64 --ep 8"
 )
 @click.option("--routing", type=click.Path(path_type=Path), help="Tokens by expert: CSV (a row a layer) or JSON.")
-@click.option("--zipf", type=click.FloatRange(0, 4), help="Synthetic skew of this exponent instead of a histogram.")
-@click.option("--experts", "count", type=click.IntRange(1, 65536), help="Experts, with --zipf.")
-@click.option("--ep", type=click.IntRange(1), required=True, help="Expert-parallel ranks.")
-@click.option("--redundant", type=click.IntRange(0), default=0, show_default=True, help="Further copies of experts, in all.")
+@click.option(
+    "--zipf",
+    type=Real("an exponent from 0 to below 5", 0.0, 5.0, 1.0),
+    help="Synthetic skew of this exponent instead of a histogram.",
+)
+@click.option("--experts", "count", type=Count(1, 65536), help="Experts, with --zipf.")
+@click.option("--ep", type=Count(1), required=True, help="Expert-parallel ranks.")
+@click.option("--redundant", type=Count(0), default=0, show_default=True, help="Further copies of experts, in all.")
 @as_json
 def experts(routing: Path | None, zipf: float | None, count: int | None, ep: int, redundant: int, as_json: bool) -> None:
     """Place (and replicate) experts so that the most loaded rank is least loaded, with a bound."""
