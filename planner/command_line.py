@@ -74,8 +74,8 @@ class Words(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return tuple(part.strip() for part in str(value).split(",") if part.strip())
 
 
-class Examples(click.Command):
-    """A command whose help ends with an example that can be pasted."""
+class WithExample:
+    """What a command and a group of commands share: help that ends with an example that can be pasted."""
 
     def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
         self.example = example
@@ -88,11 +88,20 @@ class Examples(click.Command):
                     formatter.write(f"  {line}\n")  # as it is: a wrapped line could not be pasted
 
 
-class Commands(click.Group):
-    """Lists commands in the order they are written: the order in which a newcomer needs them."""
+class Examples(WithExample, click.Command):
+    """A command whose help ends with an example."""
+
+
+class Commands(WithExample, click.Group):
+    """Lists commands in the order they are written, in which a newcomer needs them, each with its whole first sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, c.get_short_help_str(10_000)) for name, c in self.commands.items() if not c.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -250,7 +259,11 @@ def read_facts(facts: tuple[str, ...]) -> dict[str, str]:
 EXAMPLE_JOB = "llama-3-70b --cluster h100-sxm:8x8 --seq-len 8k --global-batch 512"
 
 
-@click.group(cls=Commands, context_settings=CONTEXT)
+@click.group(
+    cls=Commands,
+    context_settings=CONTEXT,
+    example="axisplan demo\naxisplan plan llama-3-8b --cluster h100-sxm:1x8 --seq-len 8k --global-batch 128 --out plan.json",
+)
 @click.version_option(__version__, prog_name="axisplan", message="%(prog)s %(version)s")
 def cli() -> None:
     """Find the fastest way to spread the training of a model over a cluster, prove it, and launch it.
