@@ -8,7 +8,7 @@ count of ``profiles.parameters``: a test.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from cost_models.arrays import ceil_div, maximum
@@ -34,10 +34,17 @@ class Weight:
     whole: int = 1
     linear: bool = False
     """The matrix of a linear layer, which an 8-bit precision may store in one byte and Muon updates as a whole."""
+    gated: bool = False
+    """Gate and up projection together: two tensors where the framework does not fuse them."""
 
     @property
     def elements(self) -> int:
         return self.rows * self.columns * self.copies
+
+    @property
+    def by_input(self) -> bool:
+        """Whether TP splits a linear layer's matrix by its columns."""
+        return self.name in ("o", "out_proj") or self.name.endswith("_down")
 
     def local(self, degrees: Any, execution: Execution) -> Number:
         """Elements on one rank before ZeRO."""
@@ -51,6 +58,17 @@ class Weight:
             return ceil_div(self.rows, execution.vocab_multiple * degrees.tp) * execution.vocab_multiple * self.columns
         rows = ceil_div(self.rows * self.columns, degrees.tp)
         return maximum(rows, self.whole * self.columns) if self.split in ("kv", "groups") else rows
+
+    def padded(self, degrees: Any, execution: Execution, ways: Number) -> Number:
+        """``local`` with the rows that FSDP2 adds to each tensor so that ``ways`` ranks hold equally many; experts are its rows."""
+        here = self.local(degrees, execution)
+        if self.split == "expert":
+            rows = ceil_div(self.copies, degrees.ep)
+        elif self.by_input:
+            rows = self.rows
+        else:
+            rows = here // self.columns // (2 if self.gated and not execution.fused_gate_up else 1)
+        return here // rows * (ceil_div(rows, ways) * ways)
 
 
 def layer_weights(model: ModelSpec, layer: Layer) -> tuple[Weight, ...]:
@@ -110,6 +128,7 @@ def _matrix(
 
 def _feed_forward(hidden: int, name: str, width: int, gated: bool, bias: bool, split: Split) -> list[Weight]:
     up = _matrix(f"{name}_up", name, (2 if gated else 1) * width, hidden, bias, split)
+    up = [replace(w, gated=gated) for w in up]
     return up + _matrix(f"{name}_down", name, hidden, width, bias, split, bias_split="none")
 
 
@@ -166,6 +185,11 @@ def _latent(hidden: int, mixer: LatentAttention) -> list[Weight]:
     out += _matrix("kv_down", "attention", mixer.kv_rank + mixer.rope_dim, hidden, mixer.bias, "none")
     out.append(Weight("kv_latent_norm", "attention", mixer.kv_rank))
     out += _matrix("kv_up", "attention", mixer.heads * (mixer.nope_dim + mixer.value_dim), mixer.kv_rank, False, "tp")
+    if mixer.index_heads:  # every rank scores all tokens: the indexer is not split (DeepSeek-V3.2, GLM-5)
+        out += _matrix("index_q", "attention", mixer.index_heads * mixer.index_dim, mixer.q_rank or hidden, False, "none")
+        out += _matrix("index_k", "attention", mixer.index_dim, hidden, False, "none")
+        out.append(Weight("index_norm", "attention", mixer.index_dim, 2))
+        out += _matrix("index_weights", "attention", mixer.index_heads, hidden, False, "none")
     return out + _matrix("o", "attention", hidden, mixer.heads * mixer.value_dim, mixer.bias, "tp", bias_split="none")
 
 
@@ -230,15 +254,18 @@ class Holding:
         return self.dense + self.expert
 
 
-def hold(weights: Iterable[Weight], degrees: Any, execution: Execution) -> Holding:
-    """What a rank holds of ``weights``."""
+def hold(weights: Iterable[Weight], degrees: Any, execution: Execution, ways: tuple[Number, Number] | None = None) -> Holding:
+    """What a rank holds of ``weights``; with ``ways``, the ranks that shard (dense, expert) ones, their padding included."""
     dense: Number = 0
     expert: Number = 0
     dense_linear: Number = 0
     expert_linear: Number = 0
     largest: Number = 0
     for weight in weights:
-        here = weight.local(degrees, execution)
+        if ways is None:
+            here = weight.local(degrees, execution)
+        else:
+            here = weight.padded(degrees, execution, ways[weight.split == "expert"])
         if weight.split == "expert":
             expert = expert + here
             expert_linear = expert_linear + here * weight.linear

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from profiles.cluster import ClusterSpec, Level
 from profiles.errors import InputError
+from profiles.files import Refused, load_yaml
 from profiles.gpu import Constant, GpuProfile
 from profiles.links import Link
 
@@ -30,20 +31,15 @@ Row = tuple[str, float, str, str, str]
 """(field, value, unit, origin, source) of one constant."""
 
 
-def _loader() -> Any:
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
 def _read(path: Path, field: str) -> dict[str, Any]:
-    """A mapping from a YAML file: safe loader, bounded size, no aliases (they can blow up), one InputError whatever is wrong."""
+    """A mapping from a YAML file: safe loader, bounded size, no aliases, no key twice, one InputError whatever is wrong."""
     try:
         size = path.stat().st_size
         if size > LARGEST_FILE_BYTES:
             raise InputError(field, str(path), f"{size} bytes; at most {LARGEST_FILE_BYTES}", None)
-        text = path.read_text(encoding="utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_loader())):
-            raise InputError(field, str(path), "YAML aliases are not read here; write the value out", None)
-        data = yaml.load(text, Loader=_loader())
+        data = load_yaml(path.read_text(encoding="utf-8"))
+    except Refused as refused:
+        raise InputError(field, str(path), str(refused), None) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(field, str(path), f"cannot be read ({error})", None) from error
     except yaml.YAMLError as error:
@@ -51,6 +47,13 @@ def _read(path: Path, field: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(field, str(path), "must be a mapping of fields", None)
     return data
+
+
+WORDS = {
+    "tuple_type": "must be a list", "list_type": "must be a list", "dict_type": "must be a mapping", "missing": "is missing",
+    "missing_argument": "is missing", "missing_keyword_only_argument": "is missing", "dataclass_type": "must be a mapping of fields",
+}  # fmt: skip
+"""The validator's complaints in the words of a file."""
 
 
 def _build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
@@ -66,9 +69,21 @@ def _build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
             nearest = next(iter(difflib.get_close_matches(str(first["loc"][-1]), _field_names(kind), 1)), None)
             rule = "no such field"
         else:
-            rule = first["msg"].removeprefix("Value error, ")
-        shown = first["input"] if isinstance(first["input"], (int, float, str)) else type(first["input"]).__name__
-        raise InputError(f"{where}: {place}", shown, rule, nearest) from error
+            rule = WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+        value = None if rule == "is missing" else shown(first["input"])
+        raise InputError(f"{where}: {place}", value, rule, nearest) from error
+
+
+def shown(value: Any) -> object:
+    """A value as an error shows it: what was written where that is short, else what kind of thing it is, in a file's words."""
+    if isinstance(value, (int, float, str)) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(str, list(value)[:3]))
+        return f"a mapping of {keys}{', ...' if len(value) > 3 else ''}" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return getattr(value, "name", type(value).__name__)
 
 
 def _field_names(kind: type[T]) -> list[str]:
@@ -169,7 +184,9 @@ def _completed(data: dict[str, Any], where: str) -> dict[str, Any]:
     def gpu(value: Any) -> GpuProfile:
         if isinstance(value, str):
             return load_gpu(value)
-        return _build(GpuProfile, value if isinstance(value, dict) else {}, f"{where}: gpu")
+        if not isinstance(value, dict):
+            raise InputError(f"{where}: gpu", shown(value), "is the name of a GPU, or a mapping of its fields", "h100")
+        return _build(GpuProfile, value, f"{where}: gpu")
 
     pools = data.get("pools") or []
     if isinstance(pools, list) and all(isinstance(pool, dict) for pool in pools) and pools:

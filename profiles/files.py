@@ -10,9 +10,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from profiles.errors import InputError
 
 LARGEST_JSON_BYTES = 64 << 20
+
+
+class Refused(Exception):
+    """YAML that is whole and still not read here; the message is the rule it breaks."""
+
+
+class _NoDuplicates(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The safe loader, which refuses a mapping with one key twice (YAML 1.2, section 3.2.1.3: keys are unique)."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise Refused(f"has {key.value} twice, in lines {lines[key.value]} and {line}: keep one")
+                lines[key.value] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_yaml(text: str) -> Any:
+    """The document of a YAML text, by the safe loader. Raises ``Refused`` for aliases (a small file could grow into a large one) and
+    for a key that stands twice in one mapping; yaml.YAMLError where it is not YAML."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_NoDuplicates)):
+        raise Refused("uses YAML aliases (*name), which are not read here: write the values out")
+    return yaml.load(text, Loader=_NoDuplicates)
 
 
 def write_text(path: Path, text: str) -> None:

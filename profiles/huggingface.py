@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from profiles.errors import InputError
 from profiles.families.registry import read_config
+from profiles.files import Refused, load_yaml
 from profiles.model import ModelSpec
 
 MAX_BYTES = 4 * 2**20
@@ -112,7 +113,15 @@ def _from_file(path: Path) -> ModelSpec:
     if path.suffix in (".yaml", ".yml"):
         return from_yaml(content, str(path), name)
     raw = parse_json(content, str(path))
-    return from_spec(raw, str(path), name) if "kinds" in raw and "pattern" in raw else read_config(raw, name or "model")
+    return from_spec(raw, str(path), name) if "kinds" in raw and "pattern" in raw else from_config(raw, str(path), name or "model")
+
+
+def from_config(raw: Mapping[str, Any], source: str, name: str) -> ModelSpec:
+    """The ModelSpec of the config.json at ``source``. Raises InputError naming the field and the file."""
+    try:
+        return read_config(raw, name)
+    except InputError as error:
+        raise InputError(error.field, error.value, f"{error.rule} (in {source})", error.nearest) from None
 
 
 def parse_json(content: str, source: str) -> dict[str, Any]:
@@ -131,11 +140,11 @@ def parse_json(content: str, source: str) -> dict[str, Any]:
 
 
 def from_yaml(content: str, source: str, name: str) -> ModelSpec:
-    """A ModelSpec written by hand. Aliases are refused, so a small file cannot grow into a large one."""
+    """A ModelSpec written by hand."""
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, Loader=yaml.SafeLoader)):
-            raise InputError("model", source, "uses YAML aliases (*name), which are not accepted: write the values out")
-        raw = yaml.safe_load(content)
+        raw = load_yaml(content)
+    except Refused as refused:
+        raise InputError("model", source, str(refused)) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1} column {mark.column + 1}" if mark else ""
@@ -146,7 +155,7 @@ def from_yaml(content: str, source: str, name: str) -> ModelSpec:
     if not isinstance(raw, dict):
         raise InputError("model", source, "is not a ModelSpec: expected keys such as name, hidden, vocab, kinds, pattern")
     if "model_type" in raw and "kinds" not in raw:
-        return read_config({str(key): value for key, value in raw.items()}, name)
+        return from_config({str(key): value for key, value in raw.items()}, source, name)
     return from_spec(raw, source, name)
 
 

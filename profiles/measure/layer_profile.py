@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from profiles.errors import InputError
-from profiles.files import write_text
+from profiles.files import Refused, load_yaml, write_text
 
 LARGEST_FILE_BYTES = 4 << 20
 Positive = Annotated[int, Field(gt=0)]
@@ -88,8 +88,10 @@ class LayerProfile(_Record):
             if Path(path).stat().st_size > LARGEST_FILE_BYTES:
                 raise InputError("profile", path, f"is larger than {LARGEST_FILE_BYTES >> 20} MiB")
             text = Path(path).read_text(encoding="utf-8")
-            data = yaml.safe_load(text) if _is_yaml(path) else json.loads(text)
+            data = load_yaml(text) if _is_yaml(path) else json.loads(text)
             return cls.model_validate(data)
+        except Refused as refused:
+            raise InputError("profile", path, str(refused)) from None
         except (OSError, UnicodeDecodeError) as error:
             raise InputError("profile", path, f"cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
         except ValidationError as error:

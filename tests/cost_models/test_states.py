@@ -9,6 +9,7 @@ from cost_models.stage_states import stage_holding, stage_states, stage_units, t
 from cost_models.state_bytes import adapter_weights, bytes_per_parameter, states, table
 from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights, mtp_weights
 from profiles.errors import InputError
+from profiles.families.registry import read_config
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model, model_names
 from profiles.parameters import layer_parameters
@@ -20,6 +21,25 @@ CLUSTER = load_cluster("h100-sxm:8x8")
 def job(name: str, execution: Execution | str = "megatron", precision: str = "bf16", **more: object) -> Job:
     facts = load_execution(execution) if isinstance(execution, str) else execution
     return Job(load_model(name), CLUSTER, facts, 4096, 512, precision, **more)
+
+
+INDEXED = {
+    "hidden_size": 96, "intermediate_size": 40, "moe_intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_experts_per_tok": 3, "vocab_size": 101, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2,
+    "q_lora_rank": 19, "kv_lora_rank": 17, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12, "index_head_dim": 10,
+    "index_n_heads": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_indexer_of_sparse_attention_is_held_by_every_rank(family: str) -> None:
+    model = read_config({"model_type": family, **INDEXED}, family)
+    for layer in model.kinds:
+        weights = layer_weights(model, layer)
+        assert sum(w.elements for w in weights) == sum(layer_parameters(model, layer).values())
+        indexer = [w for w in weights if w.name.startswith("index_")]
+        assert sum(w.elements for w in indexer) == 19 * 30 + 96 * 10 + 2 * 10 + 96 * 3
+        assert all(w.split == "none" for w in indexer)
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -159,6 +159,12 @@ def test_a_bad_file_is_one_error_that_names_the_field(change: str, says: str, tm
         ("\x00", "c.yaml"),
         ("pools: [1]\n", "c.yaml"),
         ("pools: 1\ngpus: x\n", "c.yaml"),
+        ("gpu: h100\ngpus: 8\ngpus: 16\n", "has gpus twice, in lines 2 and 3"),
+        ("gpu: h100\nlevels:\n- {name: a, size: 2, size: 4}\n", "has size twice, in lines 3 and 3"),
+        ("name: x\ngpu: h100\ngpus: {a: 1, b: 2}\nlevels: []\n", "gpus: 'a mapping of a, b'"),
+        ("name: x\ngpu: h100\ngpus: 8\nlevels: {a: 1}\n", "levels: 'a mapping of a': must be a list"),
+        ("name: x\ngpu: [h100]\ngpus: 8\nlevels: []\n", "gpu: 'a list of 1': is the name of a GPU"),
+        ("name: x\ngpu: {name: mine}\ngpus: 8\nlevels: []\n", "is missing"),
     ],
 )
 def test_a_broken_file_is_one_error(text: str, says: str, tmp_path: Path) -> None:
@@ -167,6 +173,8 @@ def test_a_broken_file_is_one_error(text: str, says: str, tmp_path: Path) -> Non
     with pytest.raises(InputError) as caught:
         load_cluster(str(path))
     assert says in str(caught.value)
+    assert "'dict'" not in str(caught.value)
+    assert "tuple" not in str(caught.value)
 
 
 def test_a_truncated_file_is_one_error_wherever_it_is_cut(tmp_path: Path) -> None:

@@ -120,6 +120,9 @@ BAD_FILES = [
     ("model.yaml", "- 1\n", "not a ModelSpec"),
     ("model.yaml", "!!python/object/apply:os.system ['true']\n", "not valid YAML"),
     ("model.yaml", "name: x\nhidden: 8\n", "vocab"),
+    ("model.yaml", "name: x\nhidden: 8\nhidden: 16\n", "hidden twice, in lines 2 and 3"),
+    ("config.json", '{"model_type": "llama", "hidden_size": 64}', r"num_hidden_layers.*missing.*\(in .*config\.json\)"),
+    ("config.json", '{"model_type": "lama"}', r"no family.*\(in .*config\.json\); nearest: llama"),
 ]
 
 
