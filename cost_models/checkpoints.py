@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cost_models.job import Job
 from cost_models.layout import Layout
-from cost_models.stage_states import Tensors, stage_holding
+from cost_models.stage_states import Tensors, stage_holding, stage_units, tensors
 from cost_models.state_bytes import bytes_of
 from profiles.model import ModelSpec
 
@@ -24,7 +24,8 @@ EXPORT_FILE = 4 << 30
 @dataclass(frozen=True)
 class CheckpointBytes:
     """Bytes. ``save_host_rank``: what the rank with most copies while a save is written; ``save_host_node``: all ranks of the
-    fullest node; ``load_host_rank``: the largest box, as stored and as read; ``device``: beyond the states of a step, either way."""
+    fullest node; ``load_host_rank``: the largest box that this layout writes, as stored and as read; ``device``: beyond the states of
+    a step, either way."""
 
     files: float
     save_host_rank: float
@@ -43,7 +44,9 @@ def checkpoint_bytes(job: Job, layout: Layout) -> CheckpointBytes:
     node = min(job.cluster.gpus_per_node, layout.world)
     stages = [layout.coordinates(rank)["pp"] for rank in range(layout.world)]
     nodes = [sum(elements[s] for s in stages[first : first + node]) for first in range(0, layout.world, node)]
-    box = 2 * WIDE * max(float(t.largest) for t in trained)
+    held = {unit for rank in range(layout.pp) for unit, _ in stage_units(job, layout, rank)}
+    largest = max(float(w.local(layout, job.execution)) for unit in held for w in tensors(job).units[unit])
+    box = 2 * WIDE * largest
     whole = float(stage_holding(job, Layout(), 0)[1].all)
     return CheckpointBytes(saved * whole, saved * max(elements), saved * max(nodes), box, box * node)
 

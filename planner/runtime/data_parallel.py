@@ -39,6 +39,11 @@ class Piece:
     sizes: tuple[int, ...]
     tensor: Tensor
 
+    def rows(self, low: int, high: int) -> Piece:
+        """Rows ``low`` to ``high`` - 1 of it."""
+        offsets, sizes = (self.offsets[0] + low, *self.offsets[1:]), (high - low, *self.sizes[1:])
+        return Piece(self.name, self.shape, offsets, sizes, self.tensor[low:high])
+
 
 class Shards(Protocol):
     """What the optimizer updates together: this rank's shards of some parameters, and their reduced gradients.

@@ -110,15 +110,21 @@ class ShardedAdamW:
 
 
 def dealt_out(pieces: Iterable[Piece], replicas: Axis) -> Iterator[Piece]:
-    """This replica's part of pieces that all replicas hold alike: each goes to the one with least so far."""
+    """This replica's part of pieces that all replicas hold alike: rows of a large one, and of the small ones each goes to the
+    replica with least so far."""
     loads = [0] * replicas.size
     for piece in pieces:
+        if replicas.size > 1 and piece.tensor.numel() > DEALT_WHOLE and piece.sizes[0] >= replicas.size:
+            yield piece.rows(*(piece.sizes[0] * n // replicas.size for n in (replicas.rank, replicas.rank + 1)))
+            continue
         place = loads.index(min(loads))
         loads[place] += piece.tensor.numel()
         if place == replicas.rank:
             yield piece
 
 
+DEALT_WHOLE = 1 << 16
+"""Elements of a box that is not cut among replicas."""
 PIECE = 1 << 17
 """Elements of a gradient that are widened at a time for its norm."""
 

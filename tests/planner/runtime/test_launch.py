@@ -27,14 +27,16 @@ from planner.runtime.launch import launch, stopped, why
 from planner.runtime.stop import workers_of
 from profiles.errors import AxisplanError, InputError
 from profiles.hardware import load_cluster
-from profiles.model import Attention, Layer, Mlp, uniform
+from profiles.model import Attention, Layer, Mlp, Moe, uniform
 
+AXISPLAN = [sys.executable, "-P", "-c", "from cli import main; main()"]
 TEXT = "It was the best of times, it was the worst of times. " * 400
 
 
-def folder(path: Path, layout: str = "dp=2", world: int = 2, **settings: Any) -> Path:
+def folder(path: Path, layout: str = "dp=2", world: int = 2, experts: int = 0, **settings: Any) -> Path:
     """A folder with plan.json, train.json and text, as an emitter leaves it."""
-    layer = Layer(mixer=Attention(heads=4, kv_heads=2, head_dim=8), ffn=Mlp(width=64))
+    ffn: Mlp | Moe = Moe(experts=experts, top_k=2, width=32) if experts else Mlp(width=64)
+    layer = Layer(mixer=Attention(heads=4, kv_heads=2, head_dim=8), ffn=ffn)
     model = uniform("tiny", layer, 2, hidden=32, vocab=260)
     job = Job(model, load_cluster(f"cpu:1x{world}"), load_execution("axisplan"), 32, 4, "fp32")
     made = Layout.parse(layout, world)
@@ -73,8 +75,18 @@ def alive(text: str) -> list[str]:
 
 def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = []
-    launch(arguments(folder(tmp_path)), 2, records.append, timeout=120)
+    path = folder(tmp_path, eval_data=["text.txt"], eval_every=3)
+    launch(arguments(path, "--trace", str(path / "trace.json"), "--runs", str(path / "all.csv")), 2, records.append, timeout=120)
     assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert [r["step"] for r in records if "eval_loss" in r] == [3, 4]
+    assert [json.loads(line) for line in (path / "run" / "metrics.jsonl").read_text().splitlines()] == records
+    plan = plans.Plan.load(path / "plan.json")
+    for record in records:
+        assert record["mfu"] * record["seconds"] == pytest.approx(plan.estimate["mfu"] * plan.step_seconds)
+    events = json.loads((path / "trace.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X" and e.get("tid") == 2] == ["forward 0", "backward 0", "forward 1", "backward 1",
+                                                                                    "reduce", "optimizer"]  # fmt: skip
+    assert (path / "all.csv").read_text() == (path / "run" / "runs.csv").read_text()
     assert set(records[0]) >= {"step", "loss", "grad_norm", "seconds", "tokens_per_second", "peak_bytes"}
     assert records[-1]["loss"] < records[0]["loss"]
     runs, skipped = load_runs(read_rows(tmp_path / "run" / "runs.csv"))
@@ -110,6 +122,35 @@ def _is_worker(entry: Path, text: str, rank: str) -> bool:
     except OSError:
         return False
     return text in line and f"RANK={rank}" in environment
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "precision", "layouts"),
+    [
+        (0, "fp32", ["dp=1,micro_batch=4", "dp=2,zero=3", "tp=2,dp=2,zero=1", "pp=2,cp=2"]),
+        (4, "fp64", ["dp=1,micro_batch=4", "dp=2,ep=2,zero=2", "tp=2,pp=2"]),
+    ],
+)
+def test_run_json_prints_the_same_losses_whatever_the_layout_and_the_number_of_processes(
+    tmp_path: Path, experts: int, precision: str, layouts: list[str]
+) -> None:
+    """The promise of docs/runtime.md: dense models to fp32 rounding, a mixture of experts in fp64."""
+    losses, held_out = [], []
+    for number, layout in enumerate(layouts):
+        world = Layout.parse(layout, None).world
+        (tmp_path / str(number)).mkdir()
+        path = folder(tmp_path / str(number), layout, world, experts, eval_data=["text.txt"], precision=precision)
+        command = ["run", str(path / "plan.json"), "--settings", str(path / "train.json"), "--json"]
+        ran = subprocess.run([*AXISPLAN, *command], capture_output=True, text=True, timeout=200, check=True)
+        lines = [json.loads(line) for line in ran.stdout.splitlines()]
+        losses.append([line["loss"] for line in lines])
+        held_out.append(lines[-1]["eval_loss"])
+    assert len(losses[0]) == 4
+    rel = 1e-5 if precision == "fp32" else 1e-9
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=rel)
+    assert held_out == pytest.approx([held_out[0]] * len(layouts), rel=rel)
 
 
 @pytest.mark.slow
@@ -203,8 +244,7 @@ def test_sigterm_saves_and_leaves_and_the_next_run_continues(tmp_path: Path) -> 
 @pytest.mark.parametrize("save", [1000, 0])
 def test_sigterm_to_the_command_is_one_line_after_every_worker_has_saved_and_left(tmp_path: Path, save: int) -> None:
     path = folder(tmp_path, "dp=2", steps=5000, checkpoint_every=save, out="run", decay="constant")
-    start = [sys.executable, "-P", "-c", "from cli import main; main()"]
-    command = [*start, "run", str(path / "plan.json"), "--settings", str(path / "train.json"), "--json"]
+    command = [*AXISPLAN, "run", str(path / "plan.json"), "--settings", str(path / "train.json"), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(3):
