@@ -91,8 +91,8 @@ def exhaustive(j: Job) -> Enumerated:
     return Enumerated(min(best.values()), sum(number.values()), best[True], number[True])
 
 
-def monolithic(j: Job) -> Answer | None:
-    """One program over all columns, splits and mixes; None where nothing fits."""
+def monolithic(j: Job, nodes: int = 20_000) -> Answer | None:
+    """One program over all columns, splits and mixes; None where nothing fits. Its bound is below its seconds where ``nodes`` ended it."""
     blocks = []
     for column, fitting, some in columns(j):
         for policy in some:
@@ -108,4 +108,4 @@ def monolithic(j: Job) -> Answer | None:
                 patterns.append(here)
             if all(patterns):
                 blocks.append(Block(column, fitting, policy, patterns))
-    return Program(blocks, float("inf")).solve(rounds=200)
+    return Program(blocks, float("inf")).solve(rounds=200, nodes=nodes)
