@@ -123,13 +123,14 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return best
 
 
-def candidates_figure(plan: Plan) -> Figure:
-    """Step time against the memory of the fullest stage, the chosen plan marked, the front joined."""
-    rows = candidates(plan)
+def candidates_figure(plan: Plan, considered: Sequence[Mapping[str, Any]] = ()) -> Figure:
+    """Step time against the memory of the fullest stage: ``considered`` candidates, the runners-up, the chosen plan; the front joined."""
+    rows = [*considered, *candidates(plan)]
     front = pareto(rows)
     limit = plan.estimate["limit_bytes"] / GIB
     looks = {
-        "chosen": ("#D55E00", "star", 16), "runner-up": ("#0072B2", "circle", 10), "front": ("#009E73", "diamond", 9),
+        "considered": ("#999999", "circle-open", 7), "chosen": ("#D55E00", "star", 16), "runner-up": ("#0072B2", "circle", 10),
+        "front": ("#009E73", "diamond", 9),
     }  # fmt: skip
     traces: list[dict[str, Any]] = [
         {

@@ -14,6 +14,7 @@ from cost_models.layout import Layout
 from planner import screen
 from planner.plan import Plan, execution_dump
 from planner.report import figures
+from planner.report.considered import considered
 from planner.report.spans import KINDS, Spans, spans_of
 from profiles.errors import AxisplanError
 from profiles.hardware import describe
@@ -23,11 +24,12 @@ def page(plan: Plan) -> str:
     """The whole file."""
     script = _plotly()
     job, layout, spans = plan.job(), plan.layout_object, spans_of(plan)
+    others = considered(plan)
     drawn = {
         "figures": {
             "memory": figures.memory_figure(plan.estimate),
             "seconds": figures.seconds_figure(plan.estimate),
-            "candidates": figures.candidates_figure(plan),
+            "candidates": figures.candidates_figure(plan, others.rows),
         },
         "timeline": timeline_data(spans, layout),
         "cluster": cluster_data(job, layout),
@@ -45,6 +47,7 @@ def page(plan: Plan) -> str:
         timeline_note=html.escape(timeline_note(spans, layout)),
         memory_note=html.escape(memory_note(plan)),
         cluster_note=html.escape(cluster_note(job, layout)),
+        candidates_note=html.escape(others.note),
         stages=stages_table(plan),
         sent=sent_table(plan),
         runners=runners_table(plan),

@@ -295,3 +295,49 @@ def test_sixteen_thousand_ranks_are_drawn_by_node(make_plan, tmp_path, browser):
     assert browser.execute_script(cells) == 2048
     assert browser.get_log("browser") == []
     assert path.stat().st_size < 12 << 20
+
+
+@pytest.fixture(scope="module")
+def solved() -> Plan:
+    from cost_models.execution import load_execution
+    from cost_models.job import Job
+    from planner.solve import PlanRequest, solve
+    from profiles.hardware import load_cluster
+    from profiles.huggingface import load_model
+
+    job = Job(load_model("llama-3.2-1b"), load_cluster("h100-sxm:1x4"), load_execution("axisplan"), 2048, 8, "bf16")
+    return solve(PlanRequest(job, prove=True, tie=0.0))
+
+
+def test_the_candidates_considered_fit_and_none_is_faster_than_a_proved_plan(solved):
+    from cost_models.step import estimate
+    from planner.legality import read_layout
+    from planner.report.considered import considered
+
+    found = considered(solved)
+    assert 10 < len(found.rows) <= found.fitting <= found.legal
+    assert len({r["layout"] for r in found.rows}) == len(found.rows)
+    assert min(r["seconds"] for r in found.rows) >= solved.step_seconds * (1 - 1e-4)
+    assert max(r["bytes"] for r in found.rows) <= solved.estimate["limit_bytes"]
+    for row in found.rows[::10]:
+        figures_of = estimate(solved.job(), read_layout(solved.job(), row["layout"]))
+        assert row["seconds"] == pytest.approx(figures_of.step_seconds)
+        assert row["bytes"] == pytest.approx(max(s.device for s in figures_of.memory))
+
+
+def test_fewer_candidates_are_drawn_evenly_and_the_note_says_so(solved):
+    from planner.report.considered import considered
+
+    some, every = considered(solved, 12), considered(solved, 10**6)
+    assert len(some.rows) <= 12 < len(every.rows)
+    assert {r["layout"] for r in some.rows} <= {r["layout"] for r in every.rows}
+    assert "of them drawn" in some.note
+    assert f"{some.fitting:,} may fit" in every.note
+
+
+def test_a_plan_of_several_gpu_types_has_no_candidates_to_draw_again(solved):
+    from planner.report.considered import Considered, considered
+
+    other = solved.model_copy(update={"certificate": solved.certificate.model_copy(update={"objective": "fewest-gpus"})})
+    assert considered(other) == Considered((), 0, 0)
+    assert considered(other).note == ""
