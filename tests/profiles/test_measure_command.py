@@ -1,0 +1,149 @@
+"""``axisplan profile`` as a command: refused before measuring, rough when short, JSON, and a known GPU set beside a measurement."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import cli
+from profiles.errors import AxisplanError, InputError
+from profiles.hardware import load_gpu
+from profiles.measure import fitting
+from profiles.measure.against import differences
+from profiles.measure.gpu import FEWEST_JUDGES, GpuMeasurement
+from profiles.measure.plots import check_picture
+from profiles.measure.samples import Sample
+from profiles.measure.timing import LEAST_OVERTIME_SECONDS, OVERTIME, overtime
+from profiles.operations import Attend, Matmul, Pointwise
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.cli, list(arguments))
+    return result.exit_code, result.stdout
+
+
+H200 = load_gpu("h200-sxm")
+
+
+def as_known(factor: float) -> list[Sample[Any]]:
+    """Samples that take ``factor`` times what the H200's shipped curves say of a short burst."""
+    causal = 4096 * 4097 // 2
+    operations = [
+        *(Matmul(m, 4096, 4096, dtype) for m in (1024, 4096) for dtype in ("bf16", "fp8")),
+        *(Attend(1, 32, 8, 4096, 4096, 128, 128, causal, "bf16", backward) for backward in (False, True)),
+        Pointwise(1 << 30, 1),
+        Matmul(128, 4096, 4096, "bf16"),
+        Matmul(4096, 4096, 4096, "mxfp8"),
+    ]
+    return [
+        Sample(op, seconds=factor * float(H200.seconds(op, sustained=False)), form="add")
+        for op in operations
+        if not isinstance(op, Matmul) or op.dtype in H200.peaks
+    ]
+
+
+def test_a_known_gpu_set_beside_a_measurement_shows_how_far_it_is_by_kind() -> None:
+    facts = {"launch_seconds": 2 * H200.launch_seconds, "memory_usable_bytes": H200.usable_bytes}
+    found = differences(H200, as_known(1.25), facts)
+    assert set(found) == {
+        "matmul bf16",
+        "matmul fp8",
+        "attention forward bf16",
+        "attention backward bf16",
+        "memory add",
+        "launch",
+        "usable memory",
+    }
+    assert found["matmul bf16"].count == 2  # sides below 256 are not what training is made of
+    for kind in ("matmul bf16", "matmul fp8", "attention forward bf16", "attention backward bf16", "memory add"):
+        assert found[kind].median == pytest.approx(0.2)
+        assert found[kind].ratio == pytest.approx(0.8)
+    assert found["launch"].median == pytest.approx(0.5)
+    assert found["usable memory"].median == 0.0
+
+
+def test_failed_candidates_and_unknown_precisions_are_left_out() -> None:
+    samples = [
+        Sample(Matmul(4096, 4096, 4096, "bf16"), failed="out of memory"),
+        Sample(Matmul(4096, 4096, 4096, "nvfp4"), seconds=1e-3),
+    ]
+    assert differences(H200, samples, {}) == {}
+
+
+def test_a_short_budget_may_be_exceeded_until_a_fit_is_possible() -> None:
+    assert overtime(1.0) == LEAST_OVERTIME_SECONDS
+    assert overtime(60.0) == 60.0 * OVERTIME
+
+
+def test_a_profile_that_few_shapes_judge_is_said_to_be_rough() -> None:
+    def judged(count: int) -> GpuMeasurement:
+        errors = {f"matmul {dtype}": fitting.Errors(0.1, 0.2, count) for dtype in H200.matmul}
+        return GpuMeasurement([], {}, profile=H200, held_out=errors)
+
+    assert judged(FEWEST_JUDGES).rough == ""
+    assert judged(FEWEST_JUDGES - 1).rough.startswith("ROUGH profile: fewer than 5 shapes judge the fit of bf16 (4), fp8 (4)")
+    assert replace(judged(0), profile=None).rough == ""
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from profiles.measure import gpu, links, machine
+
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("measured all the same")
+
+    monkeypatch.setattr(machine, "profile_machine", measured)
+    monkeypatch.setattr(links, "measure_links", measured)
+    monkeypatch.setattr(gpu, "measure_gpu", measured)
+    for command in ("gpu", "links"):
+        result = CliRunner().invoke(cli.cli, ["profile", command, "--plot", str(tmp_path / "p.gif")])
+        assert isinstance(result.exception, InputError)
+        assert "ends in .png, .svg, .pdf" in str(result.exception)
+    with pytest.raises(InputError, match="is not there"):
+        check_picture(tmp_path / "absent" / "p.png")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(AxisplanError, match=r"pip install 'axisplan\[plot\]'"):
+        check_picture(tmp_path / "p.png")
+
+
+def test_an_unknown_gpu_to_compare_with_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from profiles.measure import machine
+
+    monkeypatch.setattr(machine, "profile_machine", lambda *_, **__: pytest.fail("measured all the same"))
+    result = CliRunner().invoke(cli.cli, ["profile", "gpu", "--against", "h2000"])
+    assert isinstance(result.exception, InputError)
+    assert "h200" in str(result.exception)
+
+
+def test_one_second_gives_a_rough_profile_as_json(tmp_path: Path) -> None:
+    code, text = run(
+        "profile", "gpu", "--device", "cpu", "--processes", "1", "--seconds", "1", "--dtype", "fp32", "--json", "--against", "cpu",
+        "--out", str(tmp_path / "c.yaml"),
+    )  # fmt: skip
+    assert code == 0
+    document = json.loads(text)
+    assert document["rough"].startswith("ROUGH")
+    assert document["cluster"]["gpu"]["peaks"]["fp32"]["value"] > 1e8
+    assert document["links"] is None
+    assert document["against"]["matmul fp32"]["count"] > 0
+    assert set(document["noise"]) == {"spread", "others", "noisy"}
+    assert (tmp_path / "c.yaml").exists()
+
+
+def test_the_built_in_clusters_as_json() -> None:
+    code, text = run("clusters", "--json")
+    assert code == 0
+    rows = {row["cluster"]: row for row in json.loads(text)}
+    assert rows["h200-sxm"]["gpu"] == "h200-sxm-141gb"
+    assert rows["h200-sxm"]["peak_flops"] == 989.5e12
+    assert rows["cpu"]["peak_flops"] is None
+    code, text = run("clusters", "show", "h100-sxm:2x8", "--json")
+    assert code == 0
+    assert {"field", "value", "unit", "origin", "source"} == set(json.loads(text)[0])
