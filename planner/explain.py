@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from cost_models.checkpoints import checkpoint_bytes
 from cost_models.execution import load_execution
 from cost_models.formulas import memory_formulas
 from cost_models.job import GIB, Job
@@ -40,6 +41,7 @@ def explain(plan: Plan, why: str | None = None) -> dict[str, Any]:
         "runners_up": [r.model_dump(include={"layout_text", "slower", "loses", "chance_faster", "flips"}) for r in plan.runners_up],
         "certificate": plan.certificate.model_dump(),
         "memory_formulas": [asdict(f) for f in memory_formulas(job, layout, binding_stage(chosen))],
+        "checkpoint": asdict(checkpoint_bytes(job, layout)) if job.execution.name == "axisplan" else None,
         "execution": execution_facts(job),
         "constants": [dict(zip(("field", "value", "unit", "origin", "source"), row, strict=True)) for row in describe(job.cluster)],
         "guessed": list(chosen.guessed),

@@ -293,6 +293,14 @@ def show_explain(out: Console, document: Mapping[str, Any]) -> None:
     for column in grid.columns[2:]:
         column.justify = "left"
     out.print(grid)
+    if save := document.get("checkpoint"):
+        sizes = {key: gib(value) for key, value in save.items()}
+        out.print(
+            f"checkpoint {sizes['files']}; a save copies {sizes['save_host_rank']} to host memory on the fullest rank, "
+            f"{sizes['save_host_node']} on the fullest node; a load reads {sizes['load_host_rank']} a rank at a time; "
+            "neither takes device memory",
+            soft_wrap=True, markup=False,
+        )  # fmt: skip
     others = [(r["layout_text"], f"{100 * r['slower']:+.1f} %", percent(r["chance_faster"]), worst_loss(r["loses"]), r["flips"] or "-")
               for r in document["runners_up"]]  # fmt: skip
     if others:

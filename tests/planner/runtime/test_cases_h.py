@@ -14,10 +14,12 @@ from cost_models.checkpoints import checkpoint_bytes, export_bytes
 from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout
+from planner.plan import Plan
 from planner.replan import checkpoint_rules
 from planner.runtime.checkpoint import latest
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
+from tests.planner.runtime.test_launch import folder
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 SAVES = [
@@ -97,6 +99,15 @@ def test_h06_a_replica_copies_only_its_part() -> None:
         assert found.files == total
         assert found.save_host_node == pytest.approx(total, rel=0.01)
         assert found.device == 0
+
+
+def test_h06_the_plan_says_what_a_save_and_a_load_take(tmp_path: Path, invoke: Any) -> None:
+    plan = folder(tmp_path, "dp=2", 2) / "plan.json"
+    stated = json.loads(invoke("explain", str(plan), "--json")[1])["checkpoint"]
+    assert stated["files"] == 12 * Plan.load(plan).job().model.parameters.total
+    assert stated["save_host_rank"] == stated["files"] / 2
+    said = " ".join(invoke("explain", str(plan))[1].split())
+    assert "checkpoint 0.4 MiB; a save copies 0.2 MiB to host memory on the fullest rank, 0.4 MiB on the fullest node" in said
 
 
 def test_a_checkpoint_that_cannot_be_named_fails_on_every_rank_and_the_last_one_stays(
