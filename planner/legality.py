@@ -18,6 +18,7 @@ from cost_models.layout import SCHEDULES, Layout, divisors, with_defaults
 from planner.rules import batch, cluster, combinations, model, schedule, target  # noqa: F401 - registers the rules
 from planner.rules.core import RULES, Break, Case, Limits, Rule, limits_of, targets
 from planner.rules.model import padded_vocab, ulysses_degrees
+from planner.rules.planning import PLANNING
 from profiles.errors import InputError
 
 __all__ = [
@@ -57,8 +58,11 @@ def require(job: Job, layout: Layout) -> None:
 
 
 def require_job(job: Job) -> None:
-    """Raise InputError where a rule that no layout can mend is broken (precision, optimizer, positions)."""
+    """Raise InputError where a rule that no layout can mend is broken (precision, optimizer, positions), or the target's own runtime
+    would not run the job (``planner.rules.planning``)."""
     case = Case(job, Layout(), limits_of(job))
+    unrun = [(r, b) for r in PLANNING.values() for b in r.breaks(case)]
+    _refuse([Violation(r.name, b.message, b.field, b.value, next(iter(b.candidates or ()), None)) for r, b in unrun])
     if any(r.breaks(case) for r in RULES.values() if not r.reads):
         _refuse([v for v in violations(job, case.layout) if not RULES[v.rule].reads])
 

@@ -87,7 +87,9 @@ def stages_inside_a_pool(case: Case) -> Iterator[Break]:
         yield Break("pp", layout.pp, f"stages of {stage} ranks do not fill pools of {listed(sizes)} GPUs", tuple(legal))
 
 
-@rule("cluster", "tp cp pp dp order", "on mixed GPU types the pipeline is the outermost axis, so that a stage's ranks are neighbours")
+@rule(
+    "cluster", "tp cp pp dp order", "on mixed GPU types the pipeline is the outermost axis, so that a stage's ranks are neighbours"
+)
 def pools_need_the_pipeline_outermost(case: Case) -> Iterator[Break]:
     layout = case.layout
     if len(pool_sizes(case.job.cluster)) > 1 and not same_placement(layout, layout.order, OUTERMOST):

@@ -100,6 +100,11 @@ def _table() -> dict[str, dict[str, Any]]:
     return {target: {**base, **row} for target, row in data.items()}
 
 
+def limits_row(target: str) -> dict[str, Any]:
+    """What limits.yaml says of a target, with what it leaves out."""
+    return dict(_table()[target])
+
+
 def targets() -> tuple[str, ...]:
     """Names of the targets that limits.yaml describes, ``any`` included."""
     return tuple(_table())

@@ -166,8 +166,6 @@ class Experts(nn.Module):
         super().__init__()
         self.kind, self.gated, self.recompute = activation(spec.activation), spec.gated, recompute
         ep, etp = mesh.axis("ep"), mesh.axis("etp")
-        if spec.bias:
-            raise InputError("model", "expert biases", "are not in the runtime")
 
         def made(outputs: int, inputs: int, dim: int, std: float) -> nn.Parameter:
             shape = (spec.experts, outputs, inputs)

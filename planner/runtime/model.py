@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.layout import SPLIT_BACKWARD, Layout, RecomputeRule
+from planner.rules.core import limits_row
+from planner.rules.planning import lacking
 from planner.runtime.adapters import Trained, attach
 from planner.runtime.attention import SelfAttention, Tokens, attend
 from planner.runtime.context import ContextAttention
@@ -290,17 +292,10 @@ class Core:
 
 def _check(model: ModelSpec, layout: Layout) -> None:
     """Raise InputError for what this runtime does not run."""
+    if found := lacking(model, limits_row("axisplan")["lacks"]):
+        raise InputError("model", model.name, f"the runtime does not run {', '.join(found)}")
     for kind in model.kinds:
-        mixer, ffn = kind.mixer, kind.ffn
-        if mixer is not None and not isinstance(mixer, Attention | LatentAttention):
-            raise InputError("model", mixer.kind, "the runtime runs attention mixers", "attention")
-        if isinstance(mixer, Attention) and (mixer.sinks or mixer.output_gate or mixer.qk_norm in ("full", "per_head")):
-            raise InputError("model", model.name, "attention sinks, output gates and full-width query norms are not in the runtime")
-        if mixer is not None and mixer.heads % layout.tp:
-            raise InputError("tp", layout.tp, f"must divide the {mixer.heads} heads")
-        if kind.norms > 2:
-            raise InputError("model", model.name, "layers with more than 2 norms are not in the runtime", 2)
-        if isinstance(ffn, Moe) and layout.dispatcher != "alltoall":
+        if kind.mixer is not None and kind.mixer.heads % layout.tp:
+            raise InputError("tp", layout.tp, f"must divide the {kind.mixer.heads} heads")
+        if isinstance(kind.ffn, Moe) and layout.dispatcher != "alltoall":
             raise InputError("dispatcher", layout.dispatcher, "the runtime exchanges tokens with all-to-all", "alltoall")
-    if model.embedding_width:
-        raise InputError("model", model.name, "an embedding of another width than the model is not in the runtime")

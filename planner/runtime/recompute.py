@@ -64,7 +64,7 @@ class Remake:
         if place is None:
             return saved.detach()  # itself it would keep alive the graph that keeps it
         self.asked += 1
-        return place, tuple(saved.shape), saved.stride(), saved.storage_offset()
+        return place, tuple(saved.shape), saved.stride(), int(saved.storage_offset())
 
     def unpack(self, kept: Tensor | Token) -> Tensor:
         if isinstance(kept, Tensor):
