@@ -150,11 +150,11 @@ def candidates_figure(plan: Plan, considered: Sequence[Mapping[str, Any]] = ()) 
                 }
             )  # fmt: skip
     seconds = [r["seconds"] for r in rows]
-    reach = (max(seconds) - min(seconds)) or seconds[0] * 0.1
+    reach = max(1.05, (max(seconds) / min(seconds)) ** 0.15)
     traces.append(
         {
             "type": "scatter", "mode": "lines", "name": "limit", "x": [limit, limit],
-            "y": [min(seconds) - 0.15 * reach, max(seconds) + 0.15 * reach],
+            "y": [min(seconds) / reach, max(seconds) * reach],
             "line": {"color": "#D55E00", "width": 2, "dash": "dash"}, "hoverinfo": "name",
         }
     )  # fmt: skip
@@ -162,7 +162,7 @@ def candidates_figure(plan: Plan, considered: Sequence[Mapping[str, Any]] = ()) 
         "data": traces,
         "layout": {
             "xaxis": {"title": {"text": "GiB on the fullest GPU"}, "rangemode": "tozero"},
-            "yaxis": {"title": {"text": "seconds of a step"}}, "height": 380,
+            "yaxis": {"title": {"text": "seconds of a step"}, "type": "log"}, "height": 380,
         },
     }  # fmt: skip
 

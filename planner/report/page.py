@@ -134,7 +134,7 @@ def cards(plan: Plan) -> str:
         ),
         ("tokens/s a GPU", f"{e['tokens_per_second_per_gpu']:,.0f}", ""),
         ("MFU", f"{100 * e['mfu']:.1f} %", f"HFU {100 * e['hfu']:.1f} %"),
-        ("bubble", f"{100 * e['bubble_fraction']:.1f} %", "idle share of the pipeline"),
+        ("idle", f"{100 * e['bubble_fraction']:.1f} %", "of the step, mean of the stages"),
         ("fullest GPU", screen.gib(fullest["device"]), f"stage {fullest['stage']}, limit {screen.gib(e['limit_bytes'])}"),
         ("proof", "proved" if c.proved else "not proved", f"gap {100 * c.gap:.2g} %, {c.columns_legal:,} layouts"),
     )

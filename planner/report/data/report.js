@@ -41,7 +41,7 @@
 
   // -- the timeline: every action where few are in view, shares of a time slice where many are ------------------------------
   const T = DATA.timeline;
-  const MOST = 2400;
+  const MOST = 2400, PASS_PIXELS = 6;  // narrower passes would hide each other: the last one drawn wins a pixel
 
   function visible(from, to) {
     const out = [];
@@ -57,7 +57,8 @@
       const t = out[name] || (out[name] = { base: [], x: [], y: [], text: [] });
       t.base.push(start); t.x.push(length); t.y.push(stage); t.text.push(text);
     }
-    if (rows.length <= MOST) {
+    const pixels = Math.max(200, document.getElementById("timeline").clientWidth - 120);
+    if (rows.length <= MOST && PASS_PIXELS * rows.length / T.stages <= pixels) {
       for (const i of rows) {
         const kind = T.kinds[T.kind[i]], name = NAMES[kind], wait = T.communication[i], length = T.end[i] - T.start[i];
         let text = "stage " + T.stage[i] + ": " + (kind === "gather" ? "parameters gathered" : kind === "reduce" ? "gradients reduced" : name);
@@ -69,7 +70,7 @@
       }
       return { traces: out, exact: true, count: rows.length };
     }
-    const slices = Math.max(24, Math.floor(MOST / (2 * T.stages))), wide = (to - from) / slices;
+    const slices = Math.max(24, Math.min(Math.floor(pixels / 3), Math.floor(MOST / (2 * T.stages)))), wide = (to - from) / slices;
     const sums = {};
     function put(name, stage, a, b) {
       for (let s = Math.max(0, Math.floor((a - from) / wide)); s < slices && from + s * wide < b; s++) {
