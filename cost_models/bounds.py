@@ -20,7 +20,7 @@ from cost_models.compute import host_seconds, is_host, price
 from cost_models.job import Job
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.measured import measured_pace, rows_of
-from cost_models.passes import kind_of, trained_operations, with_activations
+from cost_models.passes import kind_of, with_activations
 from cost_models.update import OPTIMIZER_SHARE
 from profiles.operations import Collective, Operation
 
@@ -76,7 +76,7 @@ def _model_seconds(job: Job, degrees: ArrayDegrees) -> tuple[Any, Any, Any]:
     if model.mtp:
         costs.append((with_activations(job, -3, mtp_operations(job, degrees)), model.mtp, True))
     for place, (cost, count, floored) in enumerate(costs):
-        passes = (cost.forward, cost.backward_input, trained_operations(job, cost.backward_weight))
+        passes = (cost.forward, cost.backward_input, cost.backward_weight)
         seconds = [_seconds(job, operations) for operations in passes]
         if floored:
             _floor(job, degrees, seconds)

@@ -5,6 +5,7 @@ Degrees may be a ``Layout`` or anything with the same attributes, numpy arrays i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -19,6 +20,18 @@ Entry = Literal["norm", "input", "shared", "again"]
 """How a block starts: with a norm; with the residual stream; on what another block of its layer normed and gathered; or on what
 another block normed, gathering it again."""
 
+PART = {
+    **dict.fromkeys(("qkv", "q", "k", "v", "projection", "q_down", "q_up", "kv_down", "kv_up"), "attention"),
+    **dict.fromkeys(("in_proj", "x_proj", "dt_proj", "step_proj", "out_proj"), "state_space"),
+    "head": "head", "head_projection": "head", "embedding": "embedding", "embedding_projection": "embedding", "router": "router",
+    "mtp_projection": "mtp",
+}  # fmt: skip
+"""The part of the model (``states.Weight.part``) whose weights a linear layer multiplies with; else the name's first word."""
+BESIDE = {"qkv": 3}
+"""Weights that one product multiplies with, each with an adapter of its own (1 where not named)."""
+NEVER_ADAPTED = ("router", "shared_gate")
+OTHERWISE_KEPT = ("attention_output",)
+"""Inputs of linear layers that backward needs even where the layer's weight is frozen."""
 LOSS = ("logits", "loss_statistics")
 """Kept tensors of the loss."""
 LOW_PRECISION = ("fp8", "mxfp8", "nvfp4")
@@ -212,12 +225,21 @@ class Builder:
             tuple(self.forward),
             tuple(reversed(self._backward_input)),
             tuple(reversed(self._backward_weight)),
-            tuple(self.saved),
+            tuple(s for s in self.saved if not s.held_for_weight or s.name in OTHERWISE_KEPT or self._learns(s.name)),
             input_bytes,
             transient,
             transient if waiting is None else waiting,
             left,
         )
+
+    def _learns(self, name: str) -> bool:
+        """Whether weights that multiply with the tensor called ``name`` have gradients, their adapters' included."""
+        parts: tuple[str, ...] = (self.module,)
+        if self.module == "moe":
+            parts = (
+                ("experts",) if name.startswith("experts") else ("shared",) if name.startswith("shared") else ("router", "shared")
+            )
+        return any(self.local.job.trains(part) or self.local.job.adapts(part) for part in parts)
 
     @property
     def weights(self) -> Number:
@@ -239,8 +261,9 @@ class Builder:
         self._backward_input.append(Pointwise(backward, kernels, name))
 
     def weight_pass(self, name: str, bytes: Number) -> None:
-        """Memory-bound work of the weight-gradient pass."""
-        self._backward_weight.append(Pointwise(bytes, 1, name))
+        """Memory-bound work of the weight-gradient pass, where the weight is trained."""
+        if self.local.job.trains(part_of(name)):
+            self._backward_weight.append(Pointwise(bytes, 1, name))
 
     def attend(self, op: Attend) -> None:
         """Fused attention, forward and backward (which recomputes the scores: 2.5 times the FLOPs)."""
@@ -254,27 +277,34 @@ class Builder:
         """``ops`` in the order they run."""
         self._backward_input += reversed(ops)
 
-    def linear(
-        self, name: str, m: Number, n: Number, k: Number, *, pieces: int = 1, dtype: str | None = None, frozen: bool = False
-    ) -> None:
-        """y[m, n] = x[m, k] w[k, n], its two backward products, and what a low precision adds. ``pieces``: separate products of
-        n / pieces columns each."""
+    def linear(self, name: str, m: Number, n: Number, k: Number, *, pieces: int = 1, dtype: str | None = None) -> None:
+        """y[m, n] = x[m, k] w[k, n], its two backward products (one where the weight is frozen), what a low precision adds, and the
+        adapters beside it. ``pieces``: separate products of n / pieces columns each."""
         kind = dtype or self.local.linear_dtype
         execution = self.local.execution
         if kind in LOW_PRECISION:
             self.forward.append(Pointwise(execution.quantise_bytes * m * k, 1, f"{name}.quantise"))
             self._backward_input.append(Pointwise(execution.quantise_bytes * m * n, 1, f"{name}.quantise"))
+        trained = self.local.job.trains(part_of(name))
         for _ in range(pieces):
             part = n // pieces
             self.forward.append(Matmul(m, part, k, kind, 1, name))
             self._backward_input.append(Matmul(m, k, part, kind, 1, name))
-            if not frozen:
+            if trained:
                 if execution.accumulate_bytes:
                     self._backward_weight.append(Pointwise(execution.accumulate_bytes * part * k, 1, f"{name}.accumulate"))
                 self._backward_weight.append(Matmul(k, part, m, kind, 1, name, weight_gradient=True))
+        if self.local.job.adapts(part_of(name)) and name not in NEVER_ADAPTED:
+            rank, dtype = self.local.job.lora_rank, self.local.dtype
+            down = rank * BESIDE.get(name, 1)
+            first, second = Matmul(m, down, k, dtype, 1, f"{name}.adapter"), Matmul(m, n, rank, dtype, 1, f"{name}.adapter")
+            back = Matmul(m, rank, n, dtype, 1, first.name), Matmul(m, k, down, dtype, 1, first.name)
+            weights = (Matmul(k, down, m, dtype, 1, first.name, weight_gradient=True),
+                       Matmul(rank, n, m, dtype, 1, first.name, weight_gradient=True))  # fmt: skip
+            self._adapter(name, (first, second), back, weights, m * n, m * k, m * down)
 
-    def grouped(self, name: str, tokens: Number, n: Number, k: Number, groups: Number, frozen: bool = False) -> None:
-        """Experts' linear layer: ``tokens`` rows shared among ``groups`` weights of k x n."""
+    def grouped(self, name: str, tokens: Number, n: Number, k: Number, groups: Number) -> None:
+        """Experts' linear layer: ``tokens`` rows shared among ``groups`` weights of k x n, each with its adapter."""
         kind = self.local.linear_dtype
         execution = self.local.execution
         if kind in LOW_PRECISION:
@@ -282,10 +312,30 @@ class Builder:
             self._backward_input.append(Pointwise(execution.quantise_bytes * tokens * n, 1, f"{name}.quantise"))
         self.forward.append(GroupedMatmul(tokens, n, k, groups, kind, name))
         self._backward_input.append(GroupedMatmul(tokens, k, n, groups, kind, name))
-        if not frozen:
+        if self.local.job.trains(part_of(name)):
             if execution.accumulate_bytes:
                 self._backward_weight.append(Pointwise(execution.accumulate_bytes * groups * n * k, 1, f"{name}.accumulate"))
             self._backward_weight.append(GroupedMatmul(tokens, n, k, groups, kind, name, weight_gradient=True))
+        if self.local.job.adapts(part_of(name)):
+            rank, of = self.local.job.lora_rank, f"{name}.adapter"
+            sides = ((rank, k), (n, rank))
+            forward = [GroupedMatmul(tokens, out, inside, groups, self.local.dtype, of) for out, inside in sides]
+            back = [GroupedMatmul(tokens, inside, out, groups, self.local.dtype, of) for out, inside in reversed(sides)]
+            weights = [GroupedMatmul(tokens, o, i, groups, self.local.dtype, of, weight_gradient=True) for o, i in sides]
+            self._adapter(name, forward, back, weights, tokens * n, tokens * k, tokens * rank)
+
+    def _adapter(
+        self, name: str, forward: Sequence[Operation], back: Sequence[Operation], weights: Sequence[Operation], output: Number,
+        entering: Number, inner: Number,
+    ) -> None:  # fmt: skip
+        """LoRA (arXiv:2106.09685, section 4.1) beside a frozen linear layer: y += B (A x). Its output of ``output`` elements is added
+        to the layer's, and so is the gradient of their ``entering`` common input; its ``inner`` activation is kept. TP adds no
+        collective: the half that is split is split as the layer is, and partial sums are added before the layer's own reduction."""
+        size, of = self.local.bytes, f"{name}.adapter"
+        self.only_forward(*forward, Pointwise(3 * output * size, 1, of))
+        self.only_backward_input(*back, Pointwise(3 * entering * size, 1, of))
+        self._backward_weight += reversed(weights)
+        self.keep(of, inner * size, weight=True)
 
     def collective(self, phase: str, kind: str, axis: str, bytes: Number, name: str, count: Number = 1) -> None:
         """A collective in ``phase`` (forward, backward_input, backward_weight), ``count`` times in a row; left out where it moves
@@ -304,7 +354,7 @@ class Builder:
         self.collective("forward", "all_gather", "tp", split, name)
         self.collective("backward_input", "reduce_scatter", "tp", split, name)
         self.collective("backward_input", "all_reduce", "tp", whole, name)
-        if regather and not self.local.execution.keeps_gathered_input:
+        if regather and not self.local.execution.keeps_gathered_input and self._learns(name):
             self.collective("backward_weight", "all_gather", "tp", split, name)
 
     def leave_tensor_parallel(self, name: str, elements: Number) -> None:
@@ -389,7 +439,8 @@ class Builder:
     def weight_gradient(self, elements: Number) -> Number:
         """Bytes of a fresh weight gradient; none where the product accumulates (or has its lasting dummy)."""
         execution = self.local.execution
-        each = 0.0 if execution.dummy_weight_gradients else execution.weight_gradient_bytes
+        none = execution.dummy_weight_gradients or not self.local.job.trains("experts" if self.module == "moe" else self.module)
+        each = 0.0 if none else execution.weight_gradient_bytes
         return each * self.local.bytes / 2 * elements
 
     def residual(self, block: str, *, post_norm: bool, gradients: Gradients, reduce: bool = True) -> LayerCost:
@@ -416,6 +467,12 @@ class Builder:
             self.keep(name, elements * self.local.input_bytes, weight=True)
         elif self.local.low_precision and self.local.execution.fp8_input_bytes != self.local.bytes:
             self.keep(f"{name}_quantised", elements * self.local.input_bytes, weight=True)
+
+
+def part_of(name: str) -> str:
+    """The part of the model whose weights the linear layer ``name`` multiplies with (``PART``)."""
+    stem = name.split(".")[0]
+    return PART.get(stem) or stem.split("_")[0]
 
 
 def axis_ranks(degrees: Any, axis: str) -> Number:

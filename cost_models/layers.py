@@ -6,7 +6,8 @@ Everything is for one microbatch on one rank. Degrees may be a ``Layout`` or arr
 
 from __future__ import annotations
 
-from functools import reduce
+from dataclasses import replace
+from functools import lru_cache, reduce
 from operator import add
 
 from cost_models.attention_ops import attention_operations, latent_attention_operations
@@ -17,6 +18,7 @@ from cost_models.layer_cost import Builder, Degrees, Entry, LayerCost, Local, Sa
 from cost_models.mlp_ops import mlp_operations
 from cost_models.moe_ops import moe_operations
 from cost_models.recurrent_ops import linear_attention_operations, state_space_operations
+from cost_models.states import layer_weights
 from profiles.model import Attention, LatentAttention, Layer, Mixer, Moe, StateSpace
 
 __all__ = [
@@ -45,7 +47,20 @@ def layer_operations(job: Job, degrees: Degrees, layer: Layer) -> LayerCost:
     elif layer.ffn is not None:
         again: Entry = "shared" if one_region else "again"
         parts.append(mlp_operations(local, layer.ffn, entry=again if one_norm and parts else own, post_norm=post))
-    return reduce(add, parts)
+    cost = reduce(add, parts)
+    return (
+        cost
+        if backward_reaches(job)
+        else replace(cost, backward_input=(), backward_weight=(), saved=(), transient=0, waiting=0, left=0)
+    )
+
+
+@lru_cache(maxsize=1024)
+def backward_reaches(job: Job) -> bool:
+    """Whether the backward pass goes into the layers at all: not where nothing before the head is trained."""
+    if job.lora_rank or not job.frozen or "embedding" not in job.frozen:
+        return True
+    return any(w.part not in job.frozen for kind in job.model.kinds for w in layer_weights(job.model, kind))
 
 
 def _mixer(local: Local, mixer: Mixer, entry: Entry, post_norm: bool, leave: bool) -> LayerCost:

@@ -126,7 +126,7 @@ def unit_weights(job: Job, layout: Layout, unit: int) -> Holding:
     """The trained ones among them (all but frozen parts; with LoRA the adapters only): what is reduced, updated and gathered."""
     weights = tensors(job, layout, unit)
     if job.lora_rank:
-        weights = tuple(adapter_weights(weights, job.lora_rank))
+        weights = adapter_weights(tuple(w for w in weights if job.adapts(w.part)), job.lora_rank)
     elif job.frozen:
         weights = tuple(w for w in weights if w.part not in job.frozen)
     else:
@@ -155,7 +155,7 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     layers = unit >= 0 or unit == MTP
     launch = float(host_seconds(job.cluster.gpu, job.execution, key.tp)) if layers else 0.0
     blocking = job.execution.blocking_launch_seconds if layers else 0.0
-    weights = trained_operations(job, cost.backward_weight)
+    weights = cost.backward_weight
     share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
     whole = rule.mode == "full"
     ahead, back = _pace(job, key, unit, cost.forward, cost.backward_input, weights)
@@ -190,22 +190,6 @@ def _pace(
     back = price(gpu, execution, backward_input).seconds + price(gpu, execution, weights).seconds
     ahead, behind = measured_pace(job, key, unit, price(gpu, execution, forward).seconds, back)
     return float(ahead), float(behind)
-
-
-PARTS = {
-    "attention": ("qkv", "q", "k", "v", "projection", "q_down", "q_up", "kv_down", "kv_up"), "mlp": ("mlp_up", "mlp_down"),
-    "experts": ("experts_up", "experts_down"), "shared": ("shared_up", "shared_down", "shared_gate"), "router": ("router",),
-    "head": ("head",), "embedding": ("embedding", "embedding_projection"), "mtp": ("mtp_projection",),
-}  # fmt: skip
-"""Operations of the weight-gradient pass by the part of the model whose weights they work for (``Job.frozen``)."""
-
-
-def trained_operations(job: Job, backward_weight: tuple[Operation, ...]) -> tuple[Operation, ...]:
-    """The weight-gradient pass without what frozen weights do not need; LoRA freezes all and its adapters' products are small."""
-    if job.lora_rank:
-        return ()
-    still = {name for part in job.frozen for name in PARTS.get(part, ())}
-    return tuple(op for op in backward_weight if op.name.split(".")[0] not in still) if still else backward_weight
 
 
 def with_activations(job: Job, unit: int, cost: LayerCost) -> LayerCost:

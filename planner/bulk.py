@@ -22,7 +22,7 @@ from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations
 from cost_models.layout import RecomputeRule
 from cost_models.measured import measured_pace, measured_saved, rows_of
-from cost_models.passes import launches, trained_operations, with_activations
+from cost_models.passes import launches, with_activations
 from cost_models.recompute import kept_bytes
 from cost_models.state_bytes import states
 from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights
@@ -100,7 +100,7 @@ def _layer(job: Job, degrees: Any, kind: int) -> Floats:
     if not rows_of(job, kind):
         return _passes(job, degrees, cost, floor=True)
     cost = with_activations(job, kind, cost)
-    gpu, execution, weights = job.cluster.gpu, job.execution, trained_operations(job, cost.backward_weight)
+    gpu, execution, weights = job.cluster.gpu, job.execution, cost.backward_weight
     back = price(gpu, execution, cost.backward_input).seconds + price(gpu, execution, weights).seconds
     ahead, behind = measured_pace(job, degrees, kind, price(gpu, execution, cost.forward).seconds, back)
     return _passes(job, degrees, cost, floor=True, paces=(ahead, behind, behind))
@@ -109,7 +109,7 @@ def _layer(job: Job, degrees: Any, kind: int) -> Floats:
 def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool, paces: tuple[Any, Any, Any] = (0, 0, 0)) -> Floats:
     """Key x (f, b, w) seconds of a unit; ``floor``: launching it may take longer than the work, as for a layer; ``paces``: by
     pass, measured over analytic compute seconds, 0 where nothing was measured."""
-    weights = trained_operations(job, cost.backward_weight)
+    weights = cost.backward_weight
     share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
     launch = host_seconds(job.cluster.gpu, job.execution, degrees.tp) if floor else 0.0
     blocking = job.execution.blocking_launch_seconds if floor else 0.0

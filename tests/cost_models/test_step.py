@@ -143,7 +143,7 @@ def test_a_tied_embedding_is_reduced_between_the_ends_of_the_pipeline() -> None:
 def test_frozen_weights_and_adapters_need_no_weight_gradient() -> None:
     layout = Layout.parse("dp=8", 8)
     whole, lora, frozen = (estimate(job(**f), layout) for f in ({}, {"lora_rank": 16}, {"frozen": ("mlp",)}))
-    assert lora.step_seconds < frozen.step_seconds < whole.step_seconds
+    assert max(lora.step_seconds, frozen.step_seconds) < 0.9 * whole.step_seconds
     assert lora.bytes_sent["dp"]["nvlink"] < 0.05 * whole.bytes_sent["dp"]["nvlink"]
 
 

@@ -1,0 +1,132 @@
+"""LoRA and frozen parts: what is computed, kept and held for what is not trained, and for adapters beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cost_models.execution import load_execution
+from cost_models.job import Job
+from cost_models.layers import embedding_operations, head_operations, layer_operations
+from cost_models.layout import Layout
+from cost_models.memory import stage_memory
+from cost_models.passes import unit_weights
+from cost_models.stage_states import stage_holding
+from cost_models.step import estimate
+from profiles.errors import InputError
+from profiles.hardware import load_cluster
+from profiles.huggingface import load_model
+from profiles.operations import GroupedMatmul, Matmul, Pointwise
+
+
+def job(model: str = "llama-3.1-8b", execution: str = "megatron", **facts: object) -> Job:
+    return Job(load_model(model), load_cluster("h100-sxm:1x8"), load_execution(execution), 4096, 16, **facts)  # type: ignore[arg-type]
+
+
+def products(operations: tuple[object, ...], name: str = "") -> float:
+    return sum(float(op.flops) for op in operations if isinstance(op, (Matmul, GroupedMatmul)) and name in op.name)
+
+
+def layer(work: Job, layout: Layout, kind: int = 0):  # type: ignore[no-untyped-def]
+    return layer_operations(work, layout, work.model.kinds[kind])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("execution", ["megatron", "axisplan"])
+def test_lora_runs_no_weight_gradient_but_its_adapters(execution: str, tp: int) -> None:
+    """A layer of 8B: forward and input gradient as ever; beside each product of m x n x k, forward 2 m r (k + n), the same for the input
+    gradient, the same for the adapter's own weights (arXiv:2106.09685, section 4.1)."""
+    layout = Layout(tp=tp, sp=tp > 1)
+    plain, lora = (layer(job(execution=execution, **f), layout) for f in ({}, {"lora_rank": 8}))
+    m = 4096
+    shapes = [
+        (4096 // tp, 4096),
+        (1024 // tp, 4096),
+        (1024 // tp, 4096),
+        (4096, 4096 // tp),
+        (28672 // tp, 4096),
+        (4096, 14336 // tp),
+    ]
+    adapters = sum(2 * m * 8 * (n + k) for n, k in shapes)
+    assert products(lora.forward) - products(plain.forward) == adapters
+    assert products(lora.backward_input) - products(plain.backward_input) == adapters
+    assert products(lora.backward_weight) == adapters
+    assert products(plain.backward_weight) == products(plain.forward)
+
+
+def test_lora_of_experts_has_a_pair_for_each_expert() -> None:
+    layout = Layout(ep=8, dp_shard=8)
+    work = job("mixtral-8x7b", lora_rank=4, lora_targets=("experts",))
+    cost, width, h = layer(work, layout), 14336, 4096
+    rows = next(op.tokens for op in cost.forward if isinstance(op, GroupedMatmul))
+    assert products(cost.backward_weight) == pytest.approx(2 * rows * 4 * ((h + 2 * width) + (width + h)))
+    held, trained = stage_holding(work, layout, 0)
+    assert trained.expert == 32 * 4 * ((h + 2 * width) + (width + h))
+    assert trained.dense == 0
+    assert held.dense == stage_holding(job("mixtral-8x7b"), layout, 0)[0].dense
+
+
+def test_adapters_stand_beside_the_targets_alone() -> None:
+    work = job(lora_rank=8, lora_targets=("attention",))
+    cost = layer(work, Layout())
+    assert {op.name for op in cost.backward_weight} == {"qkv.adapter", "projection.adapter"}
+    trained = stage_holding(work, Layout(), 0)[1]
+    assert trained.all == 32 * 8 * ((4096 + 4096) + 2 * (1024 + 4096) + (4096 + 4096))
+    assert unit_weights(work, Layout(), 0).all * 32 == trained.all
+    assert unit_weights(work, Layout(), -2).all == 0
+
+
+def test_a_frozen_layer_keeps_no_input_for_its_weights() -> None:
+    """SwiGLU in 16 bits: norm output 2h, product 2f are needed by nothing but the weights' gradients; gate and up, 4f, by the
+    activation's backward."""
+    plain, frozen = (layer(job(**f), Layout()) for f in ({}, {"frozen": ("mlp",)}))
+    gone = {s.name for s in plain.saved}
+    left = {s.name for s in frozen.saved}
+    assert gone - left == {"mlp_norm_output", "mlp_product"}
+    assert plain.saved_bytes - frozen.saved_bytes == 2 * 4096 * (4096 + 14336)
+    assert products(frozen.backward_weight, "mlp") == 0
+    assert products(frozen.backward_weight) == products(plain.forward, "qkv") + products(plain.forward, "projection")
+
+
+def test_where_only_the_head_is_trained_backward_stays_out_of_the_layers() -> None:
+    work = job(frozen=("embedding", "attention", "mlp", "norm"))
+    cost = layer(work, Layout())
+    assert (cost.backward_input, cost.backward_weight, cost.saved) == ((), (), ())
+    assert embedding_operations(work, Layout()).backward_weight == ()
+    assert products(head_operations(work, Layout()).backward_weight) == 2 * 4096 * 4096 * 128256
+    whole = layer(job(frozen=("attention", "mlp", "norm")), Layout())
+    assert whole.backward_input
+
+
+def test_what_is_frozen_is_neither_reduced_nor_updated_nor_looked_up_backward() -> None:
+    layout = Layout.parse("dp_shard=8,zero=1")
+    work = replace(job(), frozen=("embedding", "head"))
+    whole, part = (estimate(j, layout) for j in (job(), work))
+    ends = 2 * 128256 * 4096
+    assert part.bytes_sent["dp"]["nvlink"] / whole.bytes_sent["dp"]["nvlink"] == pytest.approx(1 - ends / 8.03e9, rel=2e-3)
+    assert part.seconds["optimizer"] == pytest.approx(whole.seconds["optimizer"] * (1 - ends / 8.03e9), rel=2e-3)
+    assert not any(isinstance(op, Pointwise) for op in embedding_operations(work, layout).backward_weight)
+
+
+def test_adapters_need_less_memory_and_less_time() -> None:
+    layout = Layout.parse("dp_shard=8,zero=1")
+    whole, lora = (estimate(job(**f), layout) for f in ({}, {"lora_rank": 16}))
+    assert 2 / 3 < lora.step_seconds / whole.step_seconds < 0.85
+    assert lora.memory[0].gradients < 0.02 * whole.memory[0].gradients
+    assert lora.memory[0].parameters == pytest.approx(whole.memory[0].parameters, rel=0.01)
+    assert stage_memory(job(lora_rank=16), layout)[0].activations == pytest.approx(whole.memory[0].activations, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ({"frozen": ("brain",)}, "frozen"), ({"lora_targets": ("attention",)}, "lora_rank"), ({"lora_rank": -1}, "lora_rank"),
+        ({"lora_rank": 8, "lora_targets": ("head",)}, "lora_targets"), ({"lora_rank": 8, "frozen": ("mlp",)}, "frozen"),
+        ({"lora_alpha": 16.0}, "lora_rank"),
+    ],
+)  # fmt: skip
+def test_settings_of_adapters_that_mean_nothing_are_refused(facts: dict[str, object], field: str) -> None:
+    with pytest.raises(InputError) as refused:
+        job(**facts)
+    assert refused.value.field == field
