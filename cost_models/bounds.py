@@ -20,7 +20,7 @@ from cost_models.compute import host_seconds, is_host, price
 from cost_models.job import Job
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.measured import measured_pace, rows_of
-from cost_models.passes import kind_of, with_activations
+from cost_models.passes import kind_of, mean_pace, with_activations
 from cost_models.update import OPTIMIZER_SHARE
 from profiles.operations import Collective, Operation
 
@@ -81,7 +81,7 @@ def _model_seconds(job: Job, degrees: ArrayDegrees) -> tuple[Any, Any, Any]:
         if floored:
             _floor(job, degrees, seconds)
         if place < len(units) and rows_of(job, units[place][0]):
-            seconds = _measured(job, degrees, units[place][0], passes, seconds)
+            seconds = _measured(job, degrees, units[place][0], passes)
         totals = [total + count * one for total, one in zip(totals, seconds, strict=True)]
     return totals[0], totals[1], totals[2]
 
@@ -95,14 +95,11 @@ def _floor(job: Job, degrees: ArrayDegrees, seconds: list[Any]) -> None:
     seconds[2] = np.maximum(inputs + weights, launch) - inputs
 
 
-def _measured(
-    job: Job, degrees: ArrayDegrees, kind: int, passes: tuple[tuple[Operation, ...], ...], seconds: list[Any]
-) -> list[Any]:
-    """The seconds of each pass, measured ones where the layer kind was."""
+def _measured(job: Job, degrees: ArrayDegrees, kind: int, passes: tuple[tuple[Operation, ...], ...]) -> list[Any]:
+    """The seconds of each pass of a layer kind that was measured."""
     work = [price(job.cluster.gpu, job.execution, operations).seconds for operations in passes]
-    ahead, back = measured_pace(job, degrees, kind, work[0], work[1] + work[2])
-    paces = (np.asarray(ahead), np.asarray(back), np.asarray(back))
-    return [np.where(pace > 0, one * pace, other) for pace, one, other in zip(paces, work, seconds, strict=True)]
+    ahead, back = measured_pace(job, degrees, kind, work[0], work[1] + work[2], mean_pace(job, kind))
+    return [one * pace for pace, one in zip((ahead, back, back), work, strict=True)]
 
 
 def _seconds(job: Job, operations: tuple[Operation, ...]) -> Any:

@@ -1,5 +1,8 @@
 """Layers measured on the machine (``axisplan profile layer``), in place of the analytic price of what they cover.
 
+What they do not cover of a layer kind is priced by the formula times the mean (geometric) of measured over analytic of those that were
+measured: a planner that compared measured layers with formulas alone would choose by which of the two is kinder.
+
 A row covers a layer kind where a rank's share of it is what was measured: the same micro batch, sequence length and TP degree, no
 context parallelism, experts not spread. Forward and backward then take the measured seconds, host work included; of backward,
 input and weight gradients get the shares of their analytic prices; recomputing runs at the measured pace of forward; collectives
@@ -16,7 +19,7 @@ import numpy as np
 
 from cost_models.arrays import where
 from cost_models.job import Job
-from cost_models.layout import RecomputeRule
+from cost_models.layout import Layout, RecomputeRule
 from profiles.model import Moe
 from profiles.operations import Number
 
@@ -52,15 +55,22 @@ def covers(job: Job, degrees: Any, row: MeasuredLayer) -> Any:
     return same
 
 
-def measured_pace(job: Job, degrees: Any, unit: int, forward: Number, backward: Number) -> tuple[Number, Number]:
-    """(forward, backward): measured over analytic compute seconds (``forward``, ``backward``), 0 where nothing was measured."""
-    ahead: Number = 0.0
-    back: Number = 0.0
+def measured_pace(
+    job: Job, degrees: Any, unit: int, forward: Number, backward: Number, mean: tuple[float, float]
+) -> tuple[Number, Number]:
+    """(forward, backward): measured over analytic compute seconds (``forward``, ``backward``); ``mean`` where nothing was measured."""
+    ahead: Number = mean[0]
+    back: Number = mean[1]
     for row in rows_of(job, unit):
         same = covers(job, degrees, row)
         ahead = where(same, row.forward / forward, ahead)
         back = where(same, row.backward / backward, back)
     return ahead, back
+
+
+def alone(row: MeasuredLayer) -> Layout:
+    """The layout in which a rank's layer is what was measured; collectives apart."""
+    return Layout(tp=row.tp, micro_batch=row.micro_batch, sp=False)
 
 
 def measured_saved(

@@ -7,6 +7,7 @@ or ``MTP``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,13 +18,13 @@ from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import Layout, RecomputeRule
-from cost_models.measured import measured_pace, rows_of
+from cost_models.measured import alone, measured_pace, rows_of
 from cost_models.moe_ops import expected_distinct
 from cost_models.recompute import recomputed
 from cost_models.state_bytes import adapter_weights
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
 from profiles.model import Layer, Moe
-from profiles.operations import Operation, Pointwise
+from profiles.operations import Number, Operation, Pointwise
 
 EMBEDDING, HEAD, MTP = -1, -2, -3
 """Units that are not layers of the pattern."""
@@ -185,13 +186,29 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
 def _pace(
     job: Job, key: Layout, unit: int, forward: tuple[Operation, ...], backward_input: tuple[Operation, ...], weights: tuple[Operation, ...]
 ) -> tuple[float, float]:  # fmt: skip
-    """Measured over analytic compute seconds of (forward, backward) where the unit was measured, else 0 (``measured``)."""
+    """Measured over analytic compute seconds of (forward, backward) where the unit's kind was measured, else 0 (``measured``)."""
     if not rows_of(job, unit):
         return 0.0, 0.0
-    gpu, execution = job.cluster.gpu, job.execution
-    back = price(gpu, execution, backward_input).seconds + price(gpu, execution, weights).seconds
-    ahead, behind = measured_pace(job, key, unit, price(gpu, execution, forward).seconds, back)
-    return float(ahead), float(behind)
+    ahead, back = measured_pace(job, key, unit, *both_ways(job, forward, backward_input, weights), mean_pace(job, unit))
+    return float(ahead), float(back)
+
+
+def both_ways(job: Job, *passes: tuple[Operation, ...]) -> tuple[Number, Number]:
+    """(forward, backward) analytic compute seconds of the three passes of a unit."""
+    forward, inputs, weights = (price(job.cluster.gpu, job.execution, operations).seconds for operations in passes)
+    return forward, inputs + weights
+
+
+@lru_cache(maxsize=256)
+def mean_pace(job: Job, kind: int) -> tuple[float, float]:
+    """Geometric mean of measured over analytic compute seconds, (forward, backward), over a layer kind's measured rows."""
+    ratios = []
+    for row in rows_of(job, kind):
+        cost = with_activations(job, kind, unit_cost(job, alone(row), kind))
+        ahead, back = both_ways(job, cost.forward, cost.backward_input, cost.backward_weight)
+        ratios.append((math.log(row.forward / ahead), math.log(row.backward / back)))
+    first, second = (math.exp(sum(column) / len(ratios)) for column in zip(*ratios, strict=True))
+    return first, second
 
 
 def with_activations(job: Job, unit: int, cost: LayerCost) -> LayerCost:

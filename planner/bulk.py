@@ -22,7 +22,7 @@ from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations
 from cost_models.layout import RecomputeRule
 from cost_models.measured import measured_pace, measured_saved, rows_of
-from cost_models.passes import launches, with_activations
+from cost_models.passes import both_ways, launches, mean_pace, with_activations
 from cost_models.recompute import kept_bytes
 from cost_models.state_bytes import states
 from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights
@@ -100,15 +100,14 @@ def _layer(job: Job, degrees: Any, kind: int) -> Floats:
     if not rows_of(job, kind):
         return _passes(job, degrees, cost, floor=True)
     cost = with_activations(job, kind, cost)
-    gpu, execution, weights = job.cluster.gpu, job.execution, cost.backward_weight
-    back = price(gpu, execution, cost.backward_input).seconds + price(gpu, execution, weights).seconds
-    ahead, behind = measured_pace(job, degrees, kind, price(gpu, execution, cost.forward).seconds, back)
+    analytic = both_ways(job, cost.forward, cost.backward_input, cost.backward_weight)
+    ahead, behind = measured_pace(job, degrees, kind, *analytic, mean_pace(job, kind))
     return _passes(job, degrees, cost, floor=True, paces=(ahead, behind, behind))
 
 
-def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool, paces: tuple[Any, Any, Any] = (0, 0, 0)) -> Floats:
+def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool, paces: tuple[Any, Any, Any] | None = None) -> Floats:
     """Key x (f, b, w) seconds of a unit; ``floor``: launching it may take longer than the work, as for a layer; ``paces``: by
-    pass, measured over analytic compute seconds, 0 where nothing was measured."""
+    pass, measured over analytic compute seconds where the unit was measured, the host's part included."""
     weights = cost.backward_weight
     share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
     launch = host_seconds(job.cluster.gpu, job.execution, degrees.tp) if floor else 0.0
@@ -120,13 +119,15 @@ def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool, paces: tupl
     )):  # fmt: skip
         if operations:
             compute = price(job.cluster.gpu, job.execution, operations)
-            sent = _exposed(job, degrees, operations, which, compute)
-            busy = np.maximum(compute.seconds + sent, least) + more
+            if paces is not None:
+                compute = compute.times(paces[column])
+                out[:, column] = compute.seconds + _exposed(job, degrees, operations, which, compute)
+                continue
+            busy = np.maximum(compute.seconds + _exposed(job, degrees, operations, which, compute), least) + more
             if is_host(job.cluster.gpu):
                 kernels = sum(op.kernels if isinstance(op, Pointwise) else 1 for op in operations if not isinstance(op, Collective))
                 busy = busy + job.execution.host_kernel_seconds * kernels
-            pace = np.asarray(paces[column])
-            out[:, column] = np.where(pace > 0, compute.seconds * pace + sent, busy)
+            out[:, column] = busy
     return out
 
 

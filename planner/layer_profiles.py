@@ -9,7 +9,7 @@ from typing import Any
 
 from cost_models.job import Job
 from cost_models.layout import Layout
-from cost_models.measured import MeasuredLayer, covers, rows_of
+from cost_models.measured import alone, covers, rows_of
 from cost_models.passes import unit_cost, unit_seconds
 from profiles.errors import InputError
 from profiles.measure.layer_profile import LayerProfile, LayerRow
@@ -121,8 +121,7 @@ def compare(job: Job, layout: Layout | None = None) -> list[Compared]:
     plain = replace(job, measured=())
     out = []
     for row in (row for kind in range(len(job.model.kinds)) for row in rows_of(job, kind)):
-        alone = layout_of(row)
-        price, cost = unit_seconds(plain, alone, row.kind), unit_cost(plain, alone, row.kind)
+        price, cost = unit_seconds(plain, alone(row), row.kind), unit_cost(plain, alone(row), row.kind)
         tp = (
             sum(price.forward.exposed.values()),
             sum(sum(one.exposed.values()) for one in (price.backward_input, price.backward_weight)),
@@ -135,8 +134,3 @@ def compare(job: Job, layout: Layout | None = None) -> list[Compared]:
             )
         )  # fmt: skip
     return out
-
-
-def layout_of(row: MeasuredLayer) -> Layout:
-    """The layout in which a rank's layer is what was measured; collectives apart."""
-    return Layout(tp=row.tp, micro_batch=row.micro_batch, sp=False)

@@ -29,6 +29,7 @@ def measured_document(job: Job, layout: Layout | None = None) -> dict[str, Any]:
 
 def show_measured(out: Console, job: Job, layout: Layout | None = None) -> None:
     """The table, and a line where the layout's own layers are not in it; nothing for a job without measured layers."""
+    from cost_models.passes import mean_pace
     from planner.layer_profiles import compare
 
     if not job.measured:
@@ -36,11 +37,13 @@ def show_measured(out: Console, job: Job, layout: Layout | None = None) -> None:
     rows = compare(job, layout)
     columns = ("layer", "tp", "micro batch", "forward", "by formula", "backward", "by formula", "kept", "by formula", "used")
     out.print(table("measured layers", columns, [cells(row) for row in rows]))
-    if layout is not None and (missing := sorted(set(job.model.pattern) - {row.kind for row in rows if row.used})):
-        shown = ", ".join(f"{job.model.name}.{kind}" for kind in missing)
-        more = "without context or expert parallelism" if layout.cp * layout.ep * layout.etp > 1 else "measure them too"
-        at = f"tp {layout.tp}, micro batch {layout.micro_batch}"
-        out.print(f"by formula alone at {at}: {shown} ({more})", soft_wrap=True)
+    if layout is None:
+        return
+    for kind in sorted({row.kind for row in rows} - {row.kind for row in rows if row.used}):
+        ahead, back = mean_pace(job, kind)
+        at = f"tp {layout.tp}, micro batch {layout.micro_batch}" + (", cp or ep" if layout.cp * layout.ep * layout.etp > 1 else "")
+        line = f"{job.model.name}.{kind} was not measured at {at}: the formula times what it is off elsewhere"
+        out.print(f"{line}, {ahead:.2f} forward and {back:.2f} backward", soft_wrap=True)
 
 
 def cells(row: Compared) -> Sequence[object]:

@@ -55,7 +55,7 @@ def llama() -> Job:
     return job("llama-3.1-8b", "h100-sxm:1x8", 4096, 64)
 
 
-def test_a_covered_layer_takes_the_measured_seconds_and_the_others_the_formula(llama: Job, tmp_path: Path) -> None:
+def test_a_covered_layer_takes_the_measured_seconds(llama: Job, tmp_path: Path) -> None:
     measured = with_profile(llama, saved(tmp_path, row(0.004), row(0.003, tp=2), row(9.0, micro_batch=2, failed="out of memory")))
     plain, covered = Layout(dp_shard=8), unit_seconds(measured, Layout(dp_shard=8), 0)
     assert covered.f == pytest.approx(0.004)
@@ -65,11 +65,19 @@ def test_a_covered_layer_takes_the_measured_seconds_and_the_others_the_formula(l
         formula.backward_weight.compute.seconds + formula.backward_input.compute.seconds
     )
     assert covered.w == pytest.approx(0.008 * share)
-    for layout in (Layout(dp_shard=8, micro_batch=2), Layout(cp=2, dp_shard=4), Layout(tp=4, dp_shard=2)):
-        assert unit_seconds(measured, layout, 0) == unit_seconds(llama, layout, 0)
     halved = unit_seconds(measured, Layout(tp=2, dp_shard=4), 0)
     assert float(halved.forward.compute.seconds) == pytest.approx(0.003)
     assert halved.forward.exposed == unit_seconds(llama, Layout(tp=2, dp_shard=4), 0).forward.exposed
+
+
+def test_what_was_not_measured_is_off_as_much_as_what_was(llama: Job, tmp_path: Path) -> None:
+    measured = with_profile(llama, saved(tmp_path, row(0.004), row(0.003, tp=2)))
+    known = [(0.004, Layout(dp_shard=8)), (0.003, Layout(tp=2, dp_shard=4, sp=False))]
+    off = [seconds / float(unit_seconds(llama, at, 0).forward.compute.seconds) for seconds, at in known]
+    for layout in (Layout(dp_shard=8, micro_batch=2), Layout(cp=2, dp_shard=4), Layout(tp=4, dp_shard=2)):
+        corrected, formula = unit_seconds(measured, layout, 0), unit_seconds(llama, layout, 0)
+        ratio = float(corrected.forward.compute.seconds / formula.forward.compute.seconds)
+        assert ratio == pytest.approx((off[0] * off[1]) ** 0.5)
 
 
 def test_a_step_of_measured_layers_is_their_sum_and_the_rest(llama: Job, tmp_path: Path) -> None:
@@ -138,7 +146,7 @@ def test_bounds_in_bulk_stay_below_every_estimate(model: str, execution: str) ->
         )  # fmt: skip
         if batch.schedule not in ("dualpipe", "dualpipe-v"):
             assert float(low) <= cost.step_seconds * (1 + 1e-9)
-    assert covered >= 5
+    assert covered >= 20
 
 
 @pytest.mark.parametrize("seed", [0, 2, 5, 9])
@@ -202,7 +210,7 @@ def test_estimate_check_and_plan_take_a_profile(tmp_path: Path) -> None:
     assert "measured_layers" not in plain
     code, text = run("estimate", *common, "--layout", "dp=2,micro_batch=1", *profile)
     assert code == 0
-    assert "by formula alone at tp 1, micro batch 1: llama-tiny.0" in text
+    assert "llama-tiny.0 was not measured at tp 1, micro batch 1: the formula times what it is off elsewhere" in text
     assert run("check", *common, "--layout", "dp=2,micro_batch=2", *profile)[0] == 0
     code, text = run("plan", *common, *profile, "--pin", "micro_batch=2", "--json")
     assert code == 0
