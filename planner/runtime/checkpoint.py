@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_state
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
 
 from planner.runtime.data_parallel import Piece
-from profiles.errors import AxisplanError, InputError, one_line
+from profiles.errors import AxisplanError, InputError, clipped, one_line
 from profiles.files import write_text
 
 FORMAT = 1
@@ -112,6 +113,8 @@ class Checkpoints:
             self._name_it(target, meta)
         except BaseException as error:
             self._failed = error
+            if dist.get_rank() == 0:
+                shutil.rmtree(target, ignore_errors=True)  # a full disk gets its space back
 
     def _name_it(self, target: Path, meta: dict[str, Any]) -> None:
         """Rank 0 says that the checkpoint is whole; every rank fails where it could not."""
@@ -146,7 +149,17 @@ class Checkpoints:
             self._thread = None
         if self._failed is not None:
             failed, self._failed = self._failed, None
-            raise AxisplanError(f"the checkpoint could not be written: {' '.join(str(failed).split())[:300]}")
+            raise AxisplanError(f"the checkpoint under {self.folder} could not be written: {clipped(_cause(failed), 300)}")
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong below an exception of torch.distributed.checkpoint, which quotes the tracebacks of all ranks."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    for rank, (cause, _) in sorted(failures.items()):
+        while cause.__cause__ is not None or cause.__context__ is not None:
+            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+        return f"rank {rank}: {one_line(cause)}"
+    return one_line(error)
 
 
 def latest(folder: Path) -> Path | None:

@@ -18,7 +18,7 @@ from planner.runtime.checkpoint import Boxes, Checkpoints, _copied, state_of
 from planner.runtime.collectives import all_gather
 from planner.runtime.data import Batch, TokenFile, indices_of
 from planner.runtime.evaluate import HeldOut
-from planner.runtime.loop import checkpoint_facts, resume
+from planner.runtime.loop import checkpoint_facts, finishing, resume
 from planner.runtime.metrics import most_allocated
 from planner.runtime.timeline import measured_spans
 from planner.runtime.train import Trainer, TrainSettings
@@ -304,6 +304,19 @@ def checkpoint_peaks(folder: str, layout: str, model: str, precision: str, vocab
         read_state(state, checkpoint_id=Path(folder) / "step-00000001")
     files = sum(p.stat().st_size for p in (Path(folder) / "step-00000001").glob("*.distcp"))
     return {"held": held, "saving": most_allocated(saving), "loading": most_allocated(loading), "files": files}
+
+
+def fault_after_a_save_began(folder: str) -> str:
+    """A run that ends with a fault while a save is being written: what is raised."""
+    trainer, data = _trainer_and_data("dp=2,zero=1", 1)
+    trainer.step(0, trainer.batch(data, 0))
+    saved = Checkpoints(Path(folder))
+    try:
+        with finishing(saved):
+            saved.save(trainer, 1, checkpoint_facts(trainer))
+            raise AxisplanError("step 2: not a number")
+    except AxisplanError as error:
+        return str(error)
 
 
 def save_where_nothing_can_be_named(folder: str) -> str:

@@ -35,6 +35,11 @@ def test_a_save_cut_short_leaves_the_last_whole_checkpoint_to_continue_from(
     assert processes(2, "load_and_train", steps=2, **facts)[0] == expected
 
 
+def test_whatever_ends_a_run_the_save_under_way_is_whole(processes: Callable[..., list[Any]], tmp_path: Path) -> None:
+    assert processes(2, "fault_after_a_save_began", folder=str(tmp_path)) == ["step 2: not a number"] * 2
+    assert latest(tmp_path) == tmp_path / "step-00000001"
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v"])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_pair_of_ranks_meets_its_transfers_in_one_order(schedule: str, pp: int) -> None:

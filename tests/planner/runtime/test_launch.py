@@ -73,9 +73,9 @@ def alive(text: str) -> list[str]:
     return found
 
 
-def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path) -> None:
+def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path, invoke: Any) -> None:
     records: list[dict[str, Any]] = []
-    path = folder(tmp_path, eval_data=["text.txt"], eval_every=3)
+    path = folder(tmp_path, eval_data=["text.txt"], eval_every=3, checkpoint_every=4)
     launch(arguments(path, "--trace", str(path / "trace.json"), "--runs", str(path / "all.csv")), 2, records.append, timeout=120)
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     assert [r["step"] for r in records if "eval_loss" in r] == [3, 4]
@@ -95,6 +95,12 @@ def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path) -> None:
     timed = [r["seconds"] for r in records if not r.get("watched")]
     assert runs[0].seconds == pytest.approx(statistics.median(timed), rel=1e-4)
     assert not alive(str(tmp_path))
+    code, _, said = invoke("export", str(path / "run"), "--out", str(path / "exported"), "--dtype", "fp32")
+    assert (code, "at most 4.00 GiB of host memory" in said) == (0, True)
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = safetensors.load_file(path / "exported" / "model-00001.safetensors")
+    assert sum(t.numel() for t in weights.values()) == plan.job().model.parameters.total
+    assert invoke("export", str(path / "exported"), "--out", str(path / "again"))[0] == 2
 
 
 def test_a_killed_rank_is_one_clear_line_and_nothing_stays(tmp_path: Path) -> None:
@@ -136,7 +142,7 @@ def test_run_json_prints_the_same_losses_whatever_the_layout_and_the_number_of_p
     tmp_path: Path, experts: int, precision: str, layouts: list[str]
 ) -> None:
     """The promise of docs/runtime.md: dense models to fp32 rounding, a mixture of experts in fp64."""
-    losses, held_out = [], []
+    losses, held_out, imbalance = [], [], set()
     for number, layout in enumerate(layouts):
         world = Layout.parse(layout, None).world
         (tmp_path / str(number)).mkdir()
@@ -146,11 +152,13 @@ def test_run_json_prints_the_same_losses_whatever_the_layout_and_the_number_of_p
         lines = [json.loads(line) for line in ran.stdout.splitlines()]
         losses.append([line["loss"] for line in lines])
         held_out.append(lines[-1]["eval_loss"])
+        imbalance |= {tuple(line.get("expert_imbalance", 0.0) for line in lines)}
     assert len(losses[0]) == 4
     rel = 1e-5 if precision == "fp32" else 1e-9
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=rel)
     assert held_out == pytest.approx([held_out[0]] * len(layouts), rel=rel)
+    assert len(imbalance) == 1, "of the worst layer of all stages"
 
 
 @pytest.mark.slow
