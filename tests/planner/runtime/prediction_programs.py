@@ -19,7 +19,8 @@ _spec.loader.exec_module(programs)
 HEADS, KV, WIDTH = 8, 4, 8
 
 
-def _norm(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+def norm(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """RMSNorm."""
     return F.rms_norm(x, x.shape[-1:], p[f"{name}.weight"], 1e-6)
 
 
@@ -30,15 +31,20 @@ def _turn(x: Tensor) -> Tensor:
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
-def _layer(p: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
-    h = _norm(p, f"{at}.input_layernorm", x)
+def attention(p: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
+    """The residual stream after the attention block."""
+    h = norm(p, f"{at}.input_layernorm", x)
     q, k, v = (
         F.linear(h, p[f"{at}.self_attn.{n}_proj.weight"]).unflatten(-1, (heads, WIDTH)).transpose(1, 2)
         for n, heads in (("q", HEADS), ("k", KV), ("v", KV))
     )
     seen = F.scaled_dot_product_attention(_turn(q), _turn(k), v, is_causal=True, enable_gqa=True)
-    x = x + F.linear(seen.transpose(1, 2).flatten(2), p[f"{at}.self_attn.o_proj.weight"])
-    h = _norm(p, f"{at}.post_attention_layernorm", x)
+    return x + F.linear(seen.transpose(1, 2).flatten(2), p[f"{at}.self_attn.o_proj.weight"])
+
+
+def _layer(p: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
+    x = attention(p, at, x)
+    h = norm(p, f"{at}.post_attention_layernorm", x)
     gate, up = (F.linear(h, p[f"{at}.mlp.{n}_proj.weight"]) for n in ("gate", "up"))
     return x + F.linear(F.silu(gate) * up, p[f"{at}.mlp.down_proj.weight"])
 
@@ -55,7 +61,7 @@ def plain(path: str, model: str, weight: float, documents: bool = False) -> list
     x = p["embed_tokens.weight"][batch.ids]
     for i in range(spec.num_layers):
         x = _layer(p, f"layers.{i}", x)
-    x = _norm(p, "norm", x)
+    x = norm(p, "norm", x)
     head = p["embed_tokens.weight" if spec.tied else "lm_head.weight"]
     count = int((batch.labels != -100).sum())
     loss = F.cross_entropy(F.linear(x, head).flatten(0, 1), batch.labels.flatten(), reduction="sum") / count
@@ -64,8 +70,8 @@ def plain(path: str, model: str, weight: float, documents: bool = False) -> list
         at = f"layers.{spec.num_layers + k - 1}"
         ids = torch.stack([torch.tensor([int(row[i + k]) if i + k < 16 else 0 for i in range(16)]) for row in batch.ids])
         ahead = F.rms_norm(p["embed_tokens.weight"][ids], x.shape[-1:], p[f"{at}.enorm.weight"], 1e-6)
-        x = _layer(p, at, F.linear(torch.cat((ahead, _norm(p, f"{at}.hnorm", x)), -1), p[f"{at}.eh_proj.weight"]))
-        logits = F.linear(_norm(p, f"{at}.shared_head.norm", x), head).log_softmax(-1)
+        x = _layer(p, at, F.linear(torch.cat((ahead, norm(p, f"{at}.hnorm", x)), -1), p[f"{at}.eh_proj.weight"]))
+        logits = F.linear(norm(p, f"{at}.shared_head.norm", x), head).log_softmax(-1)
         for b in range(8):
             for i in range(16 - k):
                 if int(batch.labels[b, i + k]) != -100:
