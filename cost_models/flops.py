@@ -14,9 +14,10 @@ The two attention conventions in print (`convention`):
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from profiles.errors import InputError
 from profiles.model import Attention, FeedForward, LatentAttention, Layer, LinearAttention, Mixer, ModelSpec, StateSpace
@@ -29,6 +30,9 @@ from profiles.parameters import (
     projections,
     shared_projections,
 )
+
+if TYPE_CHECKING:
+    from cost_models.job import Job
 
 Convention = Literal["causal", "full"]
 
@@ -158,6 +162,53 @@ def flops_per_token(model: ModelSpec, seq_len: int) -> FlopsPerToken:
     last = next(layer for layer in layers if layer.kind == model.pattern[-1])
     mtp = model.mtp * (last.forward + Projection(2 * model.hidden, model.hidden).flops + head)
     return FlopsPerToken(forward, 3 * forward, causal, full, head, mtp, layers)
+
+
+@lru_cache(maxsize=256)
+def training_per_token(job: Job) -> float:
+    """Training FLOPs a token of ``job``: ``FlopsPerToken.training``, attention scores inside documents only where sequences are packed,
+    no weight gradients for frozen parts, and six FLOPs a token for each adapter weight that it meets (forward, input gradient,
+    weight gradient, 2 each).
+    """
+    from cost_models.layers import backward_reaches
+    from cost_models.packing import packing
+    from cost_models.state_bytes import adapter_weights
+    from cost_models.states import layer_weights
+
+    model, each = job.model, flops_per_token(job.model, job.seq_len)
+    share = packing(job.documents, job.seq_len).share if job.documents else 1.0
+    attention = each.attention_causal * (1 - share)
+    layers = Counter(model.pattern)
+    total = each.training - 3 * attention
+    if not backward_reaches(job):
+        inside = each.forward - each.head - attention
+        return total - 2 * inside - (0 if job.trains("head") else each.head)
+    total -= 0 if job.trains("head") else each.head
+    for kind, count in layers.items():
+        layer = model.kinds[kind]
+        total -= count * sum(flops for part, flops in _by_part(layer, model.hidden).items() if not job.trains(part))
+        if job.lora_rank:
+            adapted = tuple(w for w in layer_weights(model, layer) if job.adapts(w.part))
+            active = layer.ffn.top_k / layer.ffn.experts if layer.ffn is not None and layer.ffn.kind == "moe" else 1.0
+            for w in adapter_weights(adapted, job.lora_rank):
+                total += count * 6 * w.elements * (active if w.part == "experts" else 1.0)
+    return float(total)
+
+
+def _by_part(layer: Layer, hidden: int) -> dict[str, float]:
+    """Forward FLOPs a token of a layer's projections by the part of the model they belong to (``states.Weight.part``)."""
+    out: defaultdict[str, float] = defaultdict(float)
+    for mixer in layer.mixers:
+        part = "attention" if isinstance(mixer, (Attention, LatentAttention)) else "state_space"
+        out[part] += sum(p.flops for p in projections(mixer, hidden))
+    ffn = layer.ffn
+    if ffn is not None and ffn.kind == "mlp":
+        out["mlp"] += ffn_per_token(ffn, hidden)
+    elif ffn is not None:
+        out["router"] += Projection(hidden, ffn.experts).flops
+        out["shared"] += sum(p.flops for p in shared_projections(ffn, hidden))
+        out["experts"] += ffn.top_k * sum(p.flops for p in expert_projections(ffn, hidden))
+    return out
 
 
 def model_flops(model: ModelSpec, seq_len: int, tokens: float, convention: Convention = "causal") -> float:

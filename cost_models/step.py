@@ -23,7 +23,7 @@ from cost_models.chunks import (
     stage_limit,
 )
 from cost_models.communication import Network, add_bytes, stragglers
-from cost_models.flops import flops_per_token
+from cost_models.flops import flops_per_token, training_per_token
 from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.memory import StageMemory, stage_memory
@@ -130,7 +130,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         tokens_per_second_per_gpu=job.tokens / step / layout.world,
         mfu=ideal / step,
         mfu_full_attention=ideal / step * full / model.training,
-        hfu=ideal / step * (1 + again / (model.training * job.tokens)),
+        hfu=ideal / step * (1 + again / (training_per_token(job) * job.tokens)),
         bubble_fraction=float(max(0.0, idle / step)),
         seconds=seconds,
         memory=memory,
@@ -147,7 +147,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
 def ideal_seconds(job: Job, layout: Layout) -> float:
     """Seconds that a step's model FLOPs (causal attention) take at the layout's dense 16-bit peak (fp32's for an fp32 job): MFU is
     this over the seconds that the step takes."""
-    return flops_per_token(job.model, job.seq_len).training * job.tokens / (_peak(job) * layout.world / job.cluster.gpus)
+    return training_per_token(job) * job.tokens / (_peak(job) * layout.world / job.cluster.gpus)
 
 
 # -- where the seconds go -------------------------------------------------------------------------------------------------

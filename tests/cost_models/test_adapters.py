@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cost_models.execution import load_execution
+from cost_models.flops import flops_per_token, training_per_token
 from cost_models.job import Job
 from cost_models.layers import embedding_operations, head_operations, layer_operations
 from cost_models.layout import Layout
@@ -130,3 +131,41 @@ def test_settings_of_adapters_that_mean_nothing_are_refused(facts: dict[str, obj
     with pytest.raises(InputError) as refused:
         job(**facts)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("model", "facts"),
+    [
+        ("llama-3.1-8b", {}), ("llama-3.1-8b", {"lora_rank": 8}), ("llama-3.1-8b", {"frozen": ("mlp", "norm")}),
+        ("llama-3.1-8b", {"frozen": ("embedding", "attention", "mlp", "norm")}), ("mixtral-8x7b", {"frozen": ("experts",)}),
+        ("mixtral-8x7b", {"lora_rank": 4, "lora_targets": ("experts",)}), ("mixtral-8x7b", {"frozen": ("router", "head")}),
+    ],
+)  # fmt: skip
+def test_model_flops_are_those_of_the_operations(model: str, facts: dict[str, object]) -> None:
+    """One microbatch on one GPU: the products of forward and both backward passes (attention's, which recomputes scores, apart)."""
+    work = job(model, **facts)
+    layout = Layout()
+    costs = [layer(work, layout, kind) for kind in work.model.pattern]
+    costs += [embedding_operations(work, layout), head_operations(work, layout)]
+    counted = sum(products(c.operations()) for c in costs) / work.seq_len
+    each = flops_per_token(work.model, work.seq_len)
+    backward = 3 if any(op for c in costs[:-2] for op in c.backward_input) else 1
+    assert training_per_token(work) == pytest.approx(counted + backward * each.attention_causal, rel=1e-9)
+
+
+def test_packed_documents_count_fewer_attention_flops() -> None:
+    plain, packed = (training_per_token(job(**f)) for f in ({}, {"documents": ((1024, 1),)}))
+    scores = flops_per_token(job().model, 4096).attention_causal
+    assert plain - packed == pytest.approx(3 * scores * (1 - 4 * 1024 * 1025 / (4096 * 4097)), rel=1e-9)
+
+
+def test_packed_documents_of_mixed_length_make_context_parallel_ranks_wait() -> None:
+    """The ranks that share a sequence have unequal pairs; attention takes as long as the busiest rank's."""
+    mixed = ((512, 40), (4096, 1))
+    seconds = {}
+    for cp in (1, 8):
+        for documents in ((), mixed):
+            work = replace(job(documents=documents), global_batch=8)
+            seconds[cp, documents] = estimate(work, Layout(cp=cp, dp_shard=8 // cp, zero=1)).seconds["attention"]
+    assert seconds[1, mixed] < 0.6 * seconds[1, ()]
+    assert seconds[8, mixed] / seconds[8, ()] > 1.1 * seconds[1, mixed] / seconds[1, ()]
