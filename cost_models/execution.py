@@ -49,6 +49,10 @@ class Execution(TimeFacts):
     """K and V are expanded to all query heads before attention, and kept so."""
     kv_replication: bool = False
     """TP may exceed the KV heads: each rank then holds one whole KV head."""
+    splits_kv_heads: bool = False
+    """Where TP exceeds the KV heads, each rank holds its even part of K's and V's weights, less than a head, and gathers their outputs."""
+    splits_mtp_projection: bool = False
+    """TP splits the projection at the entry of a multi-token-prediction module."""
     ulysses_keeps_output: bool = True
     """The all-to-all form of context parallelism keeps attention's output before and after its all-to-all (Transformer Engine
     from 2.8)."""

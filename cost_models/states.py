@@ -16,14 +16,15 @@ from cost_models.execution import Execution
 from profiles.model import Attention, LatentAttention, Layer, LinearAttention, Mixer, Mlp, ModelSpec, Moe, StateSpace
 from profiles.operations import Number
 
-Split = Literal["none", "tp", "kv", "groups", "expert", "vocab"]
+Split = Literal["none", "tp", "kv", "groups", "expert", "vocab", "mtp"]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter tensor: ``rows`` x ``columns`` (1 for a vector), ``copies`` of it (experts), and the way it is split:
-    ``tp``; ``kv`` (TP, but never below ``whole`` rows: one KV head); ``groups`` (the same for state-space groups); ``expert``
-    (copies over EP, the matrix over ETP); ``vocab`` (padded rows over TP)."""
+    ``tp``; ``kv`` (TP, but never below ``whole`` rows, one KV head, unless the framework cuts heads); ``groups`` (the same for
+    state-space groups); ``expert`` (copies over EP, the matrix over ETP); ``vocab`` (padded rows over TP); ``mtp`` (over TP where the
+    framework splits the entry of a prediction module)."""
 
     name: str
     part: str
@@ -48,7 +49,7 @@ class Weight:
 
     def local(self, degrees: Any, execution: Execution) -> Number:
         """Elements on one rank before ZeRO."""
-        if self.split == "none":
+        if self.split == "none" or (self.split == "mtp" and not execution.splits_mtp_projection):
             return self.elements
         if self.split == "expert":
             return ceil_div(self.copies, degrees.ep) * (self.rows * self.columns // degrees.etp)
@@ -57,7 +58,8 @@ class Weight:
                 return self.elements
             return ceil_div(self.rows, execution.vocab_multiple * degrees.tp) * execution.vocab_multiple * self.columns
         rows = ceil_div(self.rows * self.columns, degrees.tp)
-        return maximum(rows, self.whole * self.columns) if self.split in ("kv", "groups") else rows
+        cut = self.split != "groups" and (self.split != "kv" or execution.splits_kv_heads)
+        return rows if cut else maximum(rows, self.whole * self.columns)
 
     def padded(self, degrees: Any, execution: Execution, ways: Number) -> Number:
         """``local`` with the rows that FSDP2 adds to each tensor so that ``ways`` ranks hold equally many; experts are its rows."""
@@ -108,7 +110,7 @@ def head_weights(model: ModelSpec, *, shares_embedding: bool) -> tuple[Weight, .
 def mtp_weights(model: ModelSpec) -> tuple[Weight, ...]:
     """One multi-token-prediction module without the shared embedding and head."""
     layer = layer_weights(model, model.layer(model.num_layers - 1))
-    projection = Weight("mtp_projection", "mtp", model.hidden, 2 * model.hidden, linear=True)
+    projection = Weight("mtp_projection", "mtp", model.hidden, 2 * model.hidden, split="mtp", linear=True)
     return (*layer, projection, *_norm(model, 3))
 
 

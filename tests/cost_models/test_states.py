@@ -230,3 +230,14 @@ def test_the_table_states_every_stage_of_every_optimizer() -> None:
 def test_an_unknown_optimizer_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="optimizer"):
         bytes_per_parameter(Execution(), "bf16", "adafactor", 1, 8)
+
+
+def test_weights_that_megatron_cuts_below_a_kv_head_and_at_a_prediction_module_s_entry() -> None:
+    """Qwen3-30B-A3B has 4 KV heads: at TP 8 Megatron-Core holds an eighth of K and V, the own runtime a whole head."""
+    work = {name: job("qwen3-30b-a3b", load_execution(name)) for name in ("megatron", "axisplan")}
+    key = next(w for w in layer_weights(work["megatron"].model, work["megatron"].model.layer(0)) if w.name == "k")
+    assert [key.local(Layout(tp=8), w.execution) for w in work.values()] == [4 * 128 * 2048 // 8, 128 * 2048]
+    model = load_model("deepseek-v3")
+    entry = next(w for w in mtp_weights(model) if w.name == "mtp_projection")
+    held = [entry.local(Layout(tp=4), load_execution(name)) for name in ("megatron", "axisplan")]
+    assert held == [2 * 7168**2 // 4, 2 * 7168**2]
