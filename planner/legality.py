@@ -22,8 +22,8 @@ from planner.rules.planning import PLANNING
 from profiles.errors import InputError
 
 __all__ = [
-    "RULES", "Limits", "Rule", "Violation", "check", "limits_of", "padded_vocab", "read_layout", "repaired", "require", "require_job",
-    "targets", "ulysses_degrees", "violations",
+    "RULES", "Limits", "Rule", "Violation", "check", "evaluation_violations", "limits_of", "padded_vocab", "read_layout", "repaired",
+    "require", "require_job", "targets", "ulysses_degrees", "violations",
 ]  # fmt: skip
 
 JOB_FIELDS = ("global_batch", "seq_len", "precision", "optimizer")
@@ -50,6 +50,16 @@ def violations(job: Job, layout: Layout) -> list[Violation]:
     case = Case(job, layout, limits_of(job))
     broken = [(r, b) for r in RULES.values() for b in r.breaks(case)]
     return [Violation(r.name, b.message, b.field, b.value, _nearest(case, r, b, broken)) for r, b in broken]
+
+
+def evaluation_violations(job: Job, layout: Layout, eval_batch: int) -> list[Violation]:
+    """The rules that evaluating with ``eval_batch`` sequences a step breaks: it runs through the same pipeline (cases.md B05)."""
+    trained = {(v.rule, v.field) for v in violations(job, layout)}
+    there = replace(job, global_batch=eval_batch)
+    new = [v for v in violations(there, layout) if (v.rule, v.field) not in trained]
+    return [
+        replace(v, message=f"evaluation: {v.message}", field="eval_batch" if v.field == "global_batch" else v.field) for v in new
+    ]
 
 
 def require(job: Job, layout: Layout) -> None:
@@ -201,8 +211,9 @@ def read_layout(job: Job, text: str) -> Layout:
     return Layout(**with_defaults(values))
 
 
-def check(job: Job, layout: Layout | str) -> dict[str, Any]:
+def check(job: Job, layout: Layout | str, eval_batch: int | None = None) -> dict[str, Any]:
     """The check document (DESIGN.md): legal, violations, fits, binding. ``fits`` and ``binding`` are None for an illegal layout.
+    ``eval_batch``: sequences of an evaluation step, to be legal as well.
 
     ``binding`` names the fullest stage, its largest category, and by how many bytes the stage exceeds the limit (0 when it fits);
     ``fits_if_balanced``: whether it would fit if every expert-parallel rank got as many tokens (where it does not as it is).
@@ -210,6 +221,8 @@ def check(job: Job, layout: Layout | str) -> dict[str, Any]:
     if isinstance(layout, str):
         layout = read_layout(job, layout)
     found = violations(job, layout)
+    if eval_batch is not None:
+        found += evaluation_violations(job, layout, eval_batch)
     document: dict[str, Any] = {"legal": not found, "violations": [asdict(v) for v in found], "fits": None, "binding": None}
     if not found:
         from cost_models.memory import fits

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from planner.command_line import EXAMPLE_JOB, as_json, command, job_options, make_job, show_json
+from planner.command_line import EXAMPLE_JOB, Tokens, as_json, command, job_options, make_job, show_json
 
 if TYPE_CHECKING:
     from cost_models.layout import Layout
@@ -46,18 +46,19 @@ def estimate(layout: str, as_json: bool, **options: Any) -> None:
     report_verdict(chosen, verdict, as_json)
 
 
-@command("check", f"axisplan check {EXAMPLE_JOB} --layout tp=4,pp=4,micro_batch=1")
+@command("check", f"axisplan check {EXAMPLE_JOB} --layout tp=4,pp=4,micro_batch=1 --eval-batch 64")
 @job_options
 @layout_option
+@click.option("--eval-batch", type=Tokens(), help="Sequences of an evaluation step: it must run through the same pipeline.")
 @as_json
-def check(layout: str, as_json: bool, **options: Any) -> None:
+def check(layout: str, eval_batch: int | None, as_json: bool, **options: Any) -> None:
     """Is a layout legal, and does it fit? Exit code 0, 2 (a rule is broken) or 3 (it does not fit)."""
     from planner.legality import check as check_layout
     from planner.legality import read_layout
 
     job = make_job(**options)
     chosen = read_layout(job, layout)
-    report_verdict(chosen, check_layout(job, chosen), as_json)
+    report_verdict(chosen, check_layout(job, chosen, eval_batch), as_json)
 
 
 def report_verdict(chosen: Layout, verdict: dict[str, Any], as_json: bool) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cost_models.layout import Layout, even_split
-from planner.legality import check, limits_of, padded_vocab, read_layout, ulysses_degrees, violations
+from planner.emit.megatron.layout import layout_string
+from planner.emit.megatron.reading import layers_of
+from planner.legality import check, evaluation_violations, limits_of, padded_vocab, read_layout, ulysses_degrees, violations
 from planner.space import Space, read_wishes
+from profiles.errors import InputError
 from profiles.model import ModelSpec
 from tests.planner.jobs import decoder, job
 
@@ -79,6 +82,32 @@ def test_b05_an_interleaved_pipeline_needs_as_many_microbatches_as_stages() -> N
     assert wrong is not None and wrong.field == "global_batch" and wrong.nearest == 256
     for word in ("global batch 128", "micro_batch 4", "dp 32", "pp = 2"):
         assert word in wrong.message
+
+
+def test_b05_an_evaluation_batch_is_checked_by_itself() -> None:
+    """15B, PP 2, VP 2, MBS 4, DP 32: 256 sequences train, and evaluating 128 of them has one microbatch for two stages."""
+    j = job(decoder(layers=32), "h100-sxm:8x8", 64, 256, "megatron")
+    layout = read_layout(j, "pp=2,vpp=2,micro_batch=4")
+    assert check(j, layout)["legal"] and check(j, layout, 256)["legal"]
+    (found,) = evaluation_violations(j, layout, 128)
+    assert (found.rule, found.field, found.value, found.nearest) == ("enough_microbatches", "eval_batch", 128, 256)
+    for word in ("evaluation", "global batch 128", "micro_batch 4", "dp 32", "pp = 2"):
+        assert word in found.message
+    assert check(j, layout, 128)["legal"] is False
+
+
+@pytest.mark.parametrize(("layers", "pp", "mtp"), [(43, 6, 1), (61, 16, 1), (78, 11, 2), (61, 8, 0)])
+def test_b13_a_layout_string_says_every_layer_and_keeps_mtp_with_the_loss(layers: int, pp: int, mtp: int) -> None:
+    counts = even_split(layers, pp)
+    text = layout_string(counts, mtp)
+    assert layers_of(text) == counts and sum(layers_of(text)) == layers
+    assert text.startswith("E") and text.endswith({0: "L", 1: "mL", 2: "m*2L"}[mtp])
+    assert "m" not in text.rpartition("|")[0]
+
+
+def test_b13_mtp_before_the_last_stage_is_refused_where_it_is_read() -> None:
+    with pytest.raises(InputError, match="before the last stage"):
+        layers_of("Et*2|t*2|m|L")
 
 
 @pytest.mark.parametrize(("layers", "pp"), [(30, 4), (61, 16), (27, 8), (126, 16), (7, 5), (43, 6), (78, 11)])

@@ -190,6 +190,10 @@ def layers_of(text: str) -> tuple[int, ...]:
         raise InputError(
             "--pipeline-model-parallel-layout", text, "is made of E, t, m, L, | and repetitions, e.g. Et*7|t*9|t*9|t*7L"
         )
+    if "m" in expanded.rpartition("|")[0]:
+        raise InputError(
+            "--pipeline-model-parallel-layout", text, "has MTP modules (m) before the last stage; here they stand with the head"
+        )
     return tuple(sum(int(n or 1) for n in re.findall(r"t(?:\*(\d+))?", stage)) for stage in expanded.split("|"))
 
 
