@@ -52,6 +52,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     from dataclasses import replace
 
     from planner import screen, screen_whatif
+    from planner.emit.possible import with_refusal
     from planner.objectives import answer
     from planner.routing import with_routing
     from planner.screen_measured import show_measured
@@ -69,7 +70,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
             found = answer(request, goal, show)
     else:
         found = answer(request, goal)
-    found = with_routing(found)
+    found = with_refusal(with_routing(found))
     if out:
         found.save(out)
     if as_json:

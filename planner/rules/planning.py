@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from planner.rules.core import Break, Case, Check, Rule, listed
-from profiles.model import Attention, Layer, LinearAttention, ModelSpec, Moe, StateSpace
+from profiles.model import Attention, LatentAttention, Layer, LinearAttention, ModelSpec, Moe, StateSpace
 
 PLANNING: dict[str, Rule] = {}
 
@@ -39,6 +39,10 @@ FEATURES: dict[str, tuple[str, Callable[[ModelSpec], bool]]] = {
     ),
     "more_norms": ("layers with more than two norms", _any(lambda k: k.norms > 2)),
     "narrow_embedding": ("an embedding of another width than the model", lambda m: m.embedding_width not in (None, m.hidden)),
+    "indexer": (
+        "an indexer that picks the tokens to see",
+        _any(lambda k: isinstance(k.mixer, LatentAttention) and k.mixer.index_heads > 0),
+    ),
     "expert_biases": ("experts with biases", _any(lambda k: isinstance(k.ffn, Moe) and k.ffn.bias)),
 }
 """Features of a model that a runtime may lack: in words, and whether a model has it."""

@@ -35,6 +35,16 @@ def test_a_model_that_the_runtime_does_not_run_is_estimated_and_not_planned(name
     require_job(replace(job, execution=load_execution("megatron")))
 
 
+def test_sparse_attention_with_an_indexer_is_not_trained_as_if_it_were_dense() -> None:
+    base = load_model("deepseek-v2-lite")
+    indexed = tuple(
+        k.model_copy(update={"mixer": k.mixer.model_copy(update={"index_heads": 4, "index_dim": 64})}) for k in base.kinds
+    )
+    job = Job(base.model_copy(update={"kinds": indexed}), load_cluster("h100-sxm:1x8"), load_execution("axisplan"), 2048, 16)
+    with pytest.raises(InputError, match="indexer"):
+        require_job(job)
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "nearest"),
     [

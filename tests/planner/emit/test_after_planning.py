@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -52,6 +53,27 @@ def emitted(seed: int, target: str, out: Path) -> bool:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_few_random_plans_are_emitted(target: str, tmp_path: Path) -> None:
     assert sum(emitted(seed, target, tmp_path) for seed in range(8)) >= 3
+
+
+def test_a_plan_for_a_target_that_does_not_build_the_model_says_so_before_it_is_emitted(invoke) -> None:
+    arguments = [
+        "plan",
+        "mamba2-2.7b",
+        "--cluster",
+        "h100-sxm:1x2",
+        "--seq-len",
+        "1k",
+        "--global-batch",
+        "8",
+        "--top",
+        "0",
+        "--json",
+    ]
+    code, out, _ = invoke(*arguments, "--execution", "megatron", "--pin", "tp=1,pp=1")
+    assert code == 0
+    assert any("no files for it" in w and "state space" in w for w in json.loads(out)["warnings"])
+    code, out, _ = invoke(*[*arguments[:1], "llama-3.2-1b", *arguments[2:]], "--execution", "megatron", "--pin", "tp=1,pp=1")
+    assert json.loads(out)["warnings"] == []
 
 
 @pytest.mark.verify
