@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 
 
 def not_ours() -> str | None:
@@ -37,6 +40,8 @@ from profiles.errors import AxisplanError, one_line  # noqa: E402
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit with DESIGN.md's codes; never a traceback (AXISPLAN_TRACEBACK=1 shows one)."""
     code = 0
+    ended = Ended()
+    ended.listen(sys.argv[1:] if argv is None else argv)
     try:
         code = cli.main(args=argv, prog_name="axisplan", standalone_mode=False) or 0
         sys.stdout.flush()
@@ -53,7 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     except click.FileError as error:
         code = fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
-        code = fail("interrupted; nothing half-written was left", 130)
+        code = fail(
+            f"{'ended by SIGTERM' if ended.asked else 'interrupted'}; nothing half-written was left", 143 if ended.asked else 130
+        )
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
@@ -70,6 +77,27 @@ def main(argv: list[str] | None = None) -> None:
             raise
         code = fail(f"internal error: {type(error).__name__}: {one_line(error)} (AXISPLAN_TRACEBACK=1 shows where)", 1)
     sys.exit(code)
+
+
+class Ended:
+    """SIGTERM, as a batch system sends it, ends a command as Ctrl-C does: in one line, its processes with it, nothing half-written."""
+
+    asked = False
+
+    def listen(self, words: list[str]) -> None:
+        """Workers keep the plain signal (torchrun reads how they died, and training has its own way to leave)."""
+        plain = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if plain and words[:1] != ["worker"] and threading.current_thread() is threading.main_thread():
+            self.process = os.getpid()
+            signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self.process:  # a process forked from this one ends as it would have
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.asked = True
+        raise KeyboardInterrupt
 
 
 def fail(error: BaseException | str, code: int) -> int:
