@@ -29,6 +29,24 @@ def test_d01_experts_in_a_loop_under_zero_3_and_stages_without_experts_are_warne
     assert warnings(dense_first, even, estimate(dense_first, even)) == []
 
 
+def test_d03_every_group_of_every_axis_carries_the_users_timeout(monkeypatch):
+    pytest.importorskip("torch")
+    import torch
+
+    from planner.dryrun.world import fake_rank
+    from planner.runtime import mesh as meshes
+
+    given = {}
+    monkeypatch.setattr(meshes, "_set_pg_timeout", lambda timeout, group: given.setdefault(id(group), timeout.total_seconds()))
+    layout = Layout(tp=2, pp=2, cp=2, ep=4, etp=1, dp_shard=2, dp_replicate=2, zero=1, sp=True)
+    model = decoder(layers=4, experts=8, tied=True)
+    with fake_rank(0, layout.world):
+        mesh = meshes.Mesh(layout, model, torch.device("cpu"), 1234.0)
+        groups = {name: axis.group for name, axis in mesh._axes.items() if axis.group is not None}
+        assert {"tp", "pp", "dp_shard", "dp_replicate", "ep", "edp", "ends"} <= set(groups)
+        assert all(given[id(group)] == 1234.0 for group in groups.values())
+
+
 def test_d04_routed_activations_and_expert_time_scale_with_the_imbalance():
     base = job("qwen3-30b-a3b", "h100-sxm:1x8", 4096, 64, moe_imbalance=1.0)
     layout = read_layout(base, "ep=8,zero=1")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cost_models.execution import load_execution
+from cost_models.flops import flops_per_token
 from cost_models.job import Job
 from cost_models.layers import layer_operations
 from cost_models.layout import Layout
@@ -73,6 +74,22 @@ def test_g05_a_plan_uses_exactly_the_gpus_it_was_given():
         plan = solve(PlanRequest(of, top=0))
         assert plan.layout_object.world == of.cluster.gpus
         assert plan.layout_object.microbatches(12) * plan.layout_object.micro_batch * plan.layout_object.dp == 12
+
+
+def test_g07_where_nothing_fits_every_candidate_says_why_and_seconds_are_seconds():
+    from planner.sweep import Sweep, run
+
+    of = replace(job("llama-3.2-1b", "h100-sxm:1x2", 2048, 8), memory_limit_bytes=2 * 2**30)
+    rows = run(Sweep(PlanRequest(of), ("h100-sxm:1x2",), candidates=True), jobs=1)
+    assert len(rows) > 10
+    assert not any(r["fits"] for r in rows)
+    assert all("does not fit" in r["reason"] and r["peak_bytes"] > 2 * 2**30 for r in rows)
+    roomy = replace(of, memory_limit_bytes=None)
+    plan = solve(PlanRequest(roomy, top=0))
+    tokens = roomy.tokens / plan.step_seconds / 2
+    assert plan.estimate["tokens_per_second_per_gpu"] == pytest.approx(tokens)
+    flops = flops_per_token(roomy.model, 2048).training * tokens
+    assert plan.estimate["mfu"] == pytest.approx(flops / roomy.cluster.gpu.peak_flops("bf16"), rel=1e-6)
 
 
 def test_g08_bytes_are_gib_and_agree_with_the_golden_figure():
