@@ -20,7 +20,7 @@ from planner.dryrun.report import dry_run
 from planner.legality import read_layout, require
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
-from profiles.model import ModelSpec
+from profiles.model import ModelSpec, Moe
 
 TRAINED = "dense"
 """The job whose time is compared: Llama-3.2-1B as released."""
@@ -53,21 +53,18 @@ TINY = tuple(
 
 
 def shortened(model: ModelSpec, layers: int) -> ModelSpec:
-    """``model`` with its first ``layers`` layers alone; of experts, one in sixteen where the model is ``tiny``."""
-    return (
-        model.model_copy(update={"pattern": model.pattern[:layers], "name": f"{model.name}-{layers}-layers"}) if layers else model
-    )
+    """``model`` with its first ``layers`` layers alone."""
+    return model.model_copy(update={"pattern": model.pattern[:layers], "name": f"{model.name}-{layers}-layers"}) if layers else model
 
 
 def narrowed(model: ModelSpec) -> ModelSpec:
-    """``model`` with an eighth of its experts and a small vocabulary."""
-    kinds = tuple(
-        kind.model_copy(update={"ffn": kind.ffn.model_copy(update={"experts": kind.ffn.experts // 8, "width": 64})})
-        if hasattr(kind.ffn, "experts")
-        else kind
-        for kind in model.kinds
-    )
-    return model.model_copy(update={"kinds": kinds, "vocab": 512})
+    """``model`` with an eighth of its experts, small ones, and a small vocabulary."""
+    kinds = []
+    for kind in model.kinds:
+        if isinstance(kind.ffn, Moe):
+            kind = kind.model_copy(update={"ffn": kind.ffn.model_copy(update={"experts": kind.ffn.experts // 8, "width": 64})})
+        kinds.append(kind)
+    return model.model_copy(update={"kinds": tuple(kinds), "vocab": 512})
 
 
 def job_of(one: GpuJob, cluster: str, precision: str, tiny: bool) -> Job:
