@@ -76,6 +76,8 @@ def main(argv: list[str] | None = None) -> None:
         if os.environ.get("AXISPLAN_TRACEBACK"):
             raise
         code = fail(f"internal error: {type(error).__name__}: {one_line(error)} (AXISPLAN_TRACEBACK=1 shows where)", 1)
+    finally:
+        ended.rest()
     sys.exit(code)
 
 
@@ -83,6 +85,7 @@ class Ended:
     """SIGTERM, as a batch system sends it, ends a command as Ctrl-C does: in one line, its processes with it, nothing half-written."""
 
     asked = False
+    process = 0
 
     def listen(self, words: list[str]) -> None:
         """Workers keep the plain signal (torchrun reads how they died, and training has its own way to leave)."""
@@ -90,6 +93,11 @@ class Ended:
         if plain and words[:1] != ["worker"] and threading.current_thread() is threading.main_thread():
             self.process = os.getpid()
             signal.signal(signal.SIGTERM, self._ask)
+
+    def rest(self) -> None:
+        """As it was, for whoever called ``main`` and goes on."""
+        if self.process == os.getpid():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self.process:  # a process forked from this one ends as it would have

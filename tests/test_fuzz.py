@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 import json
 import os
@@ -25,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cli
+from profiles.errors import AxisplanError
 
 CPU_SECONDS = 30.0
 """More CPU time than this for one case is a failure; wall time would depend on the machine's load."""
@@ -314,10 +316,10 @@ SAFE = (
 """Commands that neither train nor measure this machine."""
 
 
-def command_line(rnd: random.Random, folder: Path) -> None:
+def command_line(rnd: random.Random, folder: Path, names: tuple[str, ...] = SAFE) -> None:
     import click
 
-    command = cli.cli.commands.get(rnd.choice(SAFE))
+    command = cli.cli.commands.get(rnd.choice(names))
     if command is None:
         return
     assert command.name
@@ -349,19 +351,60 @@ def command_line(rnd: random.Random, folder: Path) -> None:
     run(*arguments)
 
 
+BUSY = ("demo", "run", "profile", "dry-run", "verify", "doctor", "data", "export")
+"""Commands that train, trace or measure: here with no process to be had, and nothing traced."""
+
+
+def machine(rnd: random.Random, folder: Path) -> None:
+    """Arguments and files of the commands that use this machine, up to where they would start a process or trace the program."""
+    files = {
+        "plan.json": spoiled(known_plan(), json.dumps, rnd) if rnd.random() < 0.6 else json.dumps(known_plan()),
+        "notes.txt": scrambled("Some words of a text. " * 50, rnd),
+        "train.json": spoiled({"steps": 3, "data": ["notes.txt"], "learning_rate": 1e-3, "seed": 1}, json.dumps, rnd),
+        "cluster.yaml": spoiled(known_cluster("cpu:1x4"), to_yaml, rnd),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="surrogateescape")
+    with alone():
+        command_line(rnd, folder, BUSY)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """No process can be started, nothing is traced: each is an error that a command must say in a line."""
+    import subprocess
+
+    def no_process(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "a process")
+
+    def no_trace(*_: object, **__: object) -> None:
+        raise AxisplanError("nothing is traced here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", no_process)
+        patch.setattr(subprocess.Popen, "__del__", lambda self, *_: None)
+        with contextlib.suppress(ImportError):
+            patch.setattr(importlib.import_module("planner.dryrun.report"), "trace", no_trace)
+            patch.setattr(importlib.import_module("planner.dryrun.modules"), "trace_module", no_trace)
+        yield
+
+
 def sensible(name: str, rnd: random.Random) -> str:
     """A value that the parameter mostly takes."""
     known = {
         "model": "llama-tiny", "cluster": "cpu:1x2", "seq_len": "128", "global_batch": "8", "layout": "tp=2", "precision": "fp32", "gpus": "2",
         "execution": "axisplan", "facts": "execution.attention=flash", "optimizer": "adamw", "moe_imbalance": "1.5", "memory_limit": "4",
         "margin": "0.1", "pins": "tp=1", "exclude": "pp=2", "top": "1", "tie": "0.02", "form": "trace", "name": "cpu:1x2", "ep": "4", "zipf": "0.8",
-        "count": "16", "redundant": "4", "shell": "bash",
+        "count": "16", "redundant": "4", "shell": "bash", "plan": "plan.json", "plan_option": "plan.json", "settings": "train.json",
+        "data": "notes.txt", "eval_data": "notes.txt", "files": "notes.txt", "steps": "2", "processes": "2", "seconds": "1", "device": "cpu",
+        "profile": "cluster.yaml", "what": "llama-tiny", "rank": "1", "stage": "0", "tokenizer": "bytes", "checkpoint": "run",
     }  # fmt: skip
     return known.get(name, rnd.choice(WORDS)) if rnd.random() < 0.9 else rnd.choice(WORDS)
 
 
 KINDS: dict[str, Callable[[random.Random, Path], None]] = {
     "config": config, "layout": layout, "cluster": cluster, "plan": plan, "command": command_line,
+    "machine": machine,
 }  # fmt: skip
 
 
