@@ -192,7 +192,8 @@ def _unit_by_unit(
             ahead = 0 if following is None else units.ahead(following)
             gone = freed + unit.kept * done
             absent = missing - units.reduced(run.kind) * done if once else 0
-            backward = maximum(backward, again + unit.waiting - gone + beside + ahead + behind - absent)
+            waiting = units.waiting(run.kind, unit.waiting)
+            backward = maximum(backward, again + waiting - gone + beside + ahead + behind - absent)
             behind = units.behind(run.kind)
         freed = freed + unit.kept * run.count
         missing = missing - units.reduced(run.kind) * run.count if once else 0

@@ -93,6 +93,11 @@ class Units:
         """The input of the last reduction of the layer whose backward came before."""
         return self.reduce * self.holding(unit).dense
 
+    def waiting(self, unit: int | str, most: Number) -> Number:
+        """A layer's own fullest moment (``LayerCost.waiting``) where padding makes its experts' reduction larger than counted there."""
+        bare = unit_holding(self.job, self.degrees, unit, bare=True)[0]
+        return most + (self.reduce - self.gather) * (self.holding(unit).expert - bare.expert)
+
     def reduced(self, unit: int | str) -> Number:
         """A layer's gradients once reduced: this rank's shards."""
         return self._shards(self.holding(unit))

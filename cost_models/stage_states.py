@@ -8,7 +8,7 @@ from typing import Any
 
 from cost_models.job import Job
 from cost_models.layout import Layout
-from cost_models.state_bytes import States, adapter_weights, states
+from cost_models.state_bytes import States, adapter_weights, shards, states
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
 from profiles.model import ModelSpec
 
@@ -77,22 +77,26 @@ def _units(pattern: tuple[int, ...], place: tuple[int, int, str, tuple[int, ...]
     return tuple(out)
 
 
-def unit_holding(job: Job, degrees: Any, unit: int | str) -> tuple[Holding, Holding]:
-    """(everything held of a unit, what is trained of it), adapters included."""
+def unit_holding(job: Job, degrees: Any, unit: int | str, *, bare: bool = False) -> tuple[Holding, Holding]:
+    """(everything held of a unit, what is trained of it), adapters included, and under ZeRO-3 the padding of shards where the
+    framework cuts each tensor by rows (``Execution.reduces_by_unit``), unless ``bare``."""
+    padded = degrees.zero == 3 and job.execution.reduces_by_unit and not bare
     if hasattr(degrees, "remember"):
-        found: tuple[Holding, Holding] = degrees.remember(("holding", unit), lambda d: _holding(job, d, unit))
+        key = ("holding", unit, padded)
+        found: tuple[Holding, Holding] = degrees.remember(key, lambda d: _holding(job, d, unit, padded))
         return found
-    return _holding(job, degrees, unit)
+    return _holding(job, degrees, unit, padded)
 
 
-def _holding(job: Job, degrees: Any, unit: int | str) -> tuple[Holding, Holding]:
+def _holding(job: Job, degrees: Any, unit: int | str, padded: bool) -> tuple[Holding, Holding]:
     weights = tensors(job).units[unit]
-    base = hold(weights, degrees, job.execution)
+    ways = shards(degrees) if padded else None
+    base = hold(weights, degrees, job.execution, ways)
     if job.lora_rank:
-        extra = hold(adapter_weights(weights, job.lora_rank), degrees, job.execution)
+        extra = hold(adapter_weights(tuple(w for w in weights if job.adapts(w.part)), job.lora_rank), degrees, job.execution, ways)
         return base + extra, extra
     if job.frozen:
-        return base, hold((w for w in weights if w.part not in job.frozen), degrees, job.execution)
+        return base, hold((w for w in weights if w.part not in job.frozen), degrees, job.execution, ways)
     return base, base
 
 

@@ -193,10 +193,6 @@ def table(execution: Execution, precisions: tuple[str, ...], optimizers: tuple[s
     return rows
 
 
-INPUT_SPLIT = ("o", "out_proj")
-"""Linear layers, besides every ``*_down``, that TP splits by their input."""
-
-
 def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[Weight, ...]:
     """LoRA (arXiv:2106.09685): beside each linear layer A (rank x inputs) and B (outputs x rank); the one on the split side of the
     layer is split with it."""
@@ -205,7 +201,7 @@ def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[Weight, ...
         if not w.linear:
             continue
         expert = w.split == "expert"
-        by_input = not expert and (w.name in INPUT_SPLIT or w.name.endswith("_down"))
+        by_input = not expert and w.by_input
         a_split: Split = w.split if by_input or expert else "none"
         b_split: Split = "none" if by_input else w.split
         out.append(Weight(f"{w.name}.a", w.part, rank, w.columns, w.copies, a_split, linear=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ def run_command(
     trace: Path | None,
 ) -> tuple[list[dict[str, Any]], int]:
     """(documents, exit code). ``shown``: print tables as well. Raises InputError."""
-    warnings.filterwarnings("ignore", module=r"torch\.|planner\.runtime")
     if module is not None:
         if plot or trace or all_stages or stage is not None or strict:
             raise InputError("--module", module, "goes with --rank and --json alone")
@@ -43,7 +41,7 @@ def run_command(
             show.show(console(), document)
     worst = max(runs, key=lambda run: run.trace.record.peak_bytes)
     if plot is not None:
-        show.plot(worst.trace.record, worst.trace.rank, plot)
+        show.plot(worst.trace.record, worst.trace.rank, worst.formula.memory.peak_allocated, plot)
     if trace is not None:
         show.write_trace([(run.trace.rank, run.trace.record) for run in runs], trace)
     return documents, int(strict and not all(run.agrees for run in runs))

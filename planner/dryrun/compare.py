@@ -13,9 +13,13 @@ from planner.dryrun.rank import Trace
 EXACT, ACTIVATIONS, PEAK = 1e-12, 0.01, 0.02
 """Tolerances: FLOPs, collectives and states; activations; the peak."""
 
-
-OF_STATES = ("bucket padding", "gradient padding", "master padding", "step counters")
-"""Named bytes that lie in parameters, gradients and optimizer state."""
+OF_STATES = {
+    "parameters": ("bucket padding",),
+    "gradients": ("gradient padding",),
+    "optimizer": ("master padding", "step counters", "shorter shards"),
+}
+"""Named bytes that lie in a state: padding of flat buckets; AdamW's count of steps; what a rank's shards are shorter than the first
+rank's (negative), where rows do not divide."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,14 @@ class Line:
 def compare(formula: StepFormula, trace: Trace) -> list[Line]:
     """Every comparison of a rank's step, in the order of the report."""
     memory, record = formula.memory, trace.record
-    tables = {k: float(v) for k, v in trace.named.items()}
-    padding: dict[str, float] = {
-        k: tables.pop(k) for k in ("bucket padding", "gradient padding", "master padding", "step counters") if k in tables
-    }
+    named = {k: float(v) for k, v in trace.named.items() if v}
+    states = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     lines = [
-        Line("parameters", memory.parameters, record.most["parameters"], _only(padding, "bucket padding"), EXACT),
-        Line("gradients", memory.gradients, record.most["gradients"], _only(padding, "gradient padding"), EXACT),
-        Line("optimizer", memory.optimizer, record.most["optimizer"], _only(padding, "master padding", "step counters"), EXACT),
-        Line("activations", formula.kept, record.kept, {}, ACTIVATIONS),
-        Line("peak", memory.peak_allocated, record.peak_bytes, {**padding, **tables}, PEAK),
+        Line(what, size, record.most[what], {k: named[k] for k in OF_STATES[what] if k in named}, EXACT)
+        for what, size in states.items()
     ]
+    lines.append(Line("activations", formula.kept, record.kept, {}, ACTIVATIONS))
+    lines.append(Line("peak", memory.peak_allocated, record.peak_bytes, named, PEAK))
     traced = Counter({"products": record.flops["matmul"] + record.flops["grouped_matmul"], "attention": record.flops["attention"]})
     lines += [Line(f"flops: {kind}", float(formula.flops[kind]), traced[kind], {}, EXACT) for kind in ("products", "attention")]
     sent: Counter[tuple[str, str]] = Counter()
@@ -64,7 +65,7 @@ def compare(formula: StepFormula, trace: Trace) -> list[Line]:
     expected = canonical(formula.sent, trace.axes)
     for key in sorted(set(sent) | {k for k, v in expected.items() if v}):
         extra = trace.padded.get(key, 0.0)
-        lines.append(Line(f"sent: {key[0]} {key[1]}", expected[key], sent[key], {"bucket padding": extra} if extra else {}, EXACT))
+        lines.append(Line(f"sent: {key[0]} {key[1]}", expected[key], sent[key], {"padding": extra} if extra else {}, EXACT))
     return lines
 
 
@@ -75,7 +76,3 @@ def canonical(sent: Mapping[tuple[str, str], float], axes: Mapping[str, str]) ->
         if axis in axes:
             out[axes[axis], kind] += size
     return out
-
-
-def _only(named: Mapping[str, float], *keys: str) -> dict[str, float]:
-    return {k: named[k] for k in keys if named.get(k)}

@@ -135,7 +135,13 @@ def stage_weights(job: Job, layout: Layout, stage: int) -> Iterator[tuple[Weight
                 and weight.name in ("embedding", "head")
                 and layout.rank_of_chunk(0) != layout.rank_of_chunk(layout.chunks - 1)
             )
-            yield weight, float(weight.local(layout, job.execution)) * times, ends
+            if layout.zero == 3:
+                held = weight.padded(
+                    layout, job.execution, layout.edp_shard if weight.split == "expert" else layout.dp_shard * layout.cp
+                )
+            else:
+                held = weight.local(layout, job.execution)
+            yield weight, float(held) * times, ends
 
 
 WHOLE_UNDER_TP = ("router", "router_bias", "q_norm", "k_norm")

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from planner.dryrun.trace import Tracer
+from planner.dryrun.trace import Tracer, most_bytes
 from planner.dryrun.world import fake_rank, replaced, without_fakes
 from planner.plan import Plan
 from planner.runtime.mesh import Mesh
@@ -93,7 +93,7 @@ def trace_module(text: str, plan: Plan, rank: int = 0) -> dict[str, Any]:
         calls.setdefault((call.axis, call.kind, call.ranks), []).append(call.bytes)
     return {
         "rank": rank, "module": text, "parallel": applied, "parameters": whole, "peak_bytes": record.peak_bytes, "peak_at": record.peak_at,
-        "bytes": dict(record.at_peak), "most_bytes": dict(record.most), "flops": {**record.flops, "total": sum(record.flops.values())},
+        "bytes": dict(record.at_peak), "most_bytes": most_bytes(record), "flops": {**record.flops, "total": sum(record.flops.values())},
         "collectives": [{"axis": a, "kind": k, "ranks": n, "count": len(v), "bytes": sum(v)} for (a, k, n), v in sorted(calls.items())],
     }  # fmt: skip
 
@@ -109,11 +109,18 @@ def parallelise(module: nn.Module, mesh: Mesh, text: str) -> list[str]:
         applied.append("tp")
     if layout.zero == 3 and layout.dp_shard * layout.cp > 1:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shards = mesh.sharding(False)
+        shards = sharding(mesh)
         for part in [child for m in module.modules() if isinstance(m, nn.ModuleList) for child in m] + [module]:
             fully_shard(part, mesh=shards, mp_policy=policy)
         applied.append("dp_shard")
     return applied
+
+
+def sharding(mesh: Mesh) -> DeviceMesh:
+    """The mesh to shard over, of the same root as that of tensor parallelism: DTensors over both cannot have two roots."""
+    real = [name for name in ("dp_shard", "ring", "ulysses") if mesh.axis(name).size > 1]
+    name = real[0] if len(real) == 1 else "dp_shard_cp"
+    return mesh.dense["dp_replicate", name] if mesh.layout.dp_replicate > 1 else mesh.dense[name]
 
 
 def _step(module: nn.Module, inputs: tuple[Any, ...], optimizer: torch.optim.Optimizer, tracer: Tracer) -> None:

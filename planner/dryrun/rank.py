@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from cost_models.job import Job
-from cost_models.layout import SPLIT_BACKWARD, Layout
+from cost_models.layout import Layout
 from planner.dryrun.trace import Record, Tracer
 from planner.dryrun.world import batch_of, program, replaced
 from planner.runtime.attention import Rotary
@@ -66,11 +65,12 @@ def named_bytes(trainer: Trainer) -> dict[str, int]:
     held = {id(v.untyped_storage()) for s in trainer.shards for v in s.values}
     apart = [b for m, b in masters if id(m.untyped_storage()) not in held]
     state = trainer.optimizer.engine.state
-    uneven = sum(p.to_local().nbytes - p.nbytes / p.device_mesh.size(-1) for p in fully_sharded_parameters(trainer))
+    shorter = sum(p.to_local().nbytes - _rows(p) * (p.nbytes // p.shape[0]) for p in fully_sharded_parameters(trainer))
     out = {
-        "bucket padding": uneven + sum(n * s.parameters.element_size() for s, n in pads),
-        "gradient padding": uneven + sum(n * s.wide.itemsize / (s.shard.size if s.sharded is not None else 1) for s, n in pads),
-        "master padding": 2 * uneven + sum(n * s.wide.itemsize * (2 + (s in apart)) / s.shard.size for s, n in pads),
+        "bucket padding": sum(n * s.parameters.element_size() for s, n in pads),
+        "gradient padding": sum(n * s.wide.itemsize / (s.shard.size if s.sharded is not None else 1) for s, n in pads),
+        "master padding": sum(n * s.wide.itemsize * (2 + (s in apart)) / s.shard.size for s, n in pads),
+        "shorter shards": 2 * shorter,
         "step counters": sum(v["step"].nbytes for v in state.values()),
         "rotary tables": sum(t.nbytes for t in rotary_tables(trainer)),
         "batch": 2 * 8 * trainer.settings.global_batch // trainer.layout.dp * trainer.settings.seq_len,
@@ -105,17 +105,20 @@ def padded_collectives(trainer: Trainer) -> dict[tuple[str, str], float]:
         out[name(bucket.shard.ranks), "all_gather"] += bucket.parameters.element_size() * elements
         if bucket.replicate.size > 1:
             out[name(bucket.replicate.ranks), "all_reduce"] += size / bucket.shard.size
-    split = trainer.layout.schedule in SPLIT_BACKWARD
-    times = 1 if split else trainer.microbatches
-    for parameter in fully_sharded_parameters(trainer):
-        mesh = parameter.device_mesh
-        ways, rows = mesh.size(-1), parameter.shape[0]
-        elements = (-rows % ways) * (parameter.numel() // rows)
-        where = trainer.mesh.axis_of(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
-        if elements:
-            out[where, "all_gather"] += elements * trainer.dtype.itemsize * (1 if split else 2 * times)
-            out[where, "reduce_scatter"] += elements * trainer.wide.itemsize * times
-    return dict(out)
+    for group in trainer.shards:
+        if isinstance(group, FullyShardedGroup):  # partial sums are of the rank's own rows, which may be fewer
+            held: list[Any] = [parameter for _, parameter, _ in group.members]
+            fewer = sum(p.to_local().nbytes - _rows(p) * (p.nbytes // p.shape[0]) for p in held)
+            for axis in group.partial:
+                out[trainer.mesh.axis_of(axis.ranks), "all_reduce"] += fewer
+    return {key: size for key, size in out.items() if size}
+
+
+def _rows(parameter: Any) -> int:
+    """Rows of an FSDP2 parameter's shard, padding included: the same on every rank."""
+    ways: int = parameter.device_mesh.size(-1)
+    rows: int = parameter.shape[0]
+    return -(-rows // ways)
 
 
 def rotary_tables(trainer: Trainer) -> Iterator[Tensor]:

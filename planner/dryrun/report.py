@@ -14,6 +14,7 @@ from cost_models.schedules import order_table
 from planner.dryrun.compare import Line, canonical, compare
 from planner.dryrun.formula import StepFormula, step_formula
 from planner.dryrun.rank import Trace, trace
+from planner.dryrun.trace import most_bytes
 from planner.dryrun.world import exact_factor, rank_of_stage
 from planner.legality import check, require
 from planner.plan import Plan
@@ -45,7 +46,7 @@ class DryRun:
         expected = canonical(self.formula.sent, self.trace.axes)
         return {
             "rank": self.trace.rank, "stage": self.stage, "stages_alike": list(self.alike), "peak_bytes": record.peak_bytes,
-            "peak_at": record.peak_at, "bytes": dict(record.at_peak), "most_bytes": {k: v for k, v in record.most.items() if v},
+            "peak_at": record.peak_at, "bytes": dict(record.at_peak), "most_bytes": most_bytes(record),
             "kept_activations": record.kept, "flops": {**record.flops, "total": sum(record.flops.values())},
             "collectives": collectives(self.trace),
             "formula": {

@@ -58,6 +58,12 @@ class Record:
     operations: int = 0
 
 
+def most_bytes(record: Record) -> dict[str, int]:
+    """The most of each category, between actions or at the peak."""
+    most = {c: max(record.most[c], record.at_peak.get(c, 0)) for c in CATEGORIES}
+    return {c: size for c, size in most.items() if size}
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered. ``phase`` names the moment, ``category`` is what new storages are; ``axis_of`` names a group."""
 

@@ -6,7 +6,9 @@ reads on the host (a loss, a norm, how many rows an expert got) is answered here
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,9 +45,15 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
         raise AxisplanError("a dry run needs a process of its own: this one has joined a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     forget_meshes()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
     try:
-        yield
+        with warnings.catch_warnings():  # of functions that torch will rename, and of what a fake group cannot do
+            warnings.filterwarnings("ignore", module=r"torch\.|planner\.runtime")
+            log.setLevel(logging.CRITICAL)  # an operation without a fake form is told once, in one line
+            yield
     finally:
+        log.setLevel(before)
         dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ Invoke = Callable[..., tuple[int, str, str]]
 MODULE = """
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 
 class Net(nn.Module):
@@ -30,17 +31,34 @@ class Net(nn.Module):
         return x
 
 
+class Split(Net):
+    parallel_plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+
+
 class Choosy(Net):
     def forward(self, x):
         return super().forward(x)[x[:, 0].nonzero().flatten()]
+
+
+class Narrow(Net):
+    def forward(self, x):
+        return super().forward(x[:, :32])
 
 
 def build():
     return Net(), torch.empty(8, 64)
 
 
+def split():
+    return Split(), torch.empty(8, 64)
+
+
 def choosy():
     return Choosy(), torch.empty(8, 64)
+
+
+def narrow():
+    return Narrow(), torch.empty(8, 64)
 """
 
 
@@ -96,24 +114,74 @@ def test_verify_says_what_a_launch_would_find(saved: Path, invoke: Invoke) -> No
     assert (code, len(err.strip().splitlines())) == (2, 1)
 
 
-def test_a_users_module_runs_under_the_plans_sharding(
+@pytest.fixture
+def module(
     make_plan: Callable[..., Plan], tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[[str, str], tuple[int, dict[str, Any], str]]:
+    """Run a function of MODULE under a layout of 8 ranks."""
     (tmp_path / "mine_for_dry_run.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    make_plan("dense", 8, "zero=3", layers=2, seq_len=256).save(tmp_path / "plan.json")
 
-    def run(name: str) -> tuple[int, dict[str, Any], str]:
+    def run(name: str, layout: str) -> tuple[int, dict[str, Any], str]:
+        make_plan("dense", 8, layout, layers=2, seq_len=256).save(tmp_path / "plan.json")
         code, out, err = invoke("dry-run", "--module", f"mine_for_dry_run:{name}", "--plan", "plan.json", "--json")
         return code, json.loads(out) if out else {}, err
 
-    code, document, _ = run("build")
-    assert (code, document["parameters"], document["parallel"]) == (0, 2 * 64 * 64, ["dp_shard"])
-    assert document["flops"]["matmul"] == 2 * 8 * 64 * 64 * 5
-    assert document["most_bytes"]["parameters"] == 2 * 64 * 64 * 4 // 8
-    code, _, err = run("choosy")
+    return run
+
+
+@pytest.mark.parametrize(("name", "layout", "applied", "ways"), [
+    ("build", "zero=3", ["dp_shard"], {"dp_shard": 8}), ("split", "tp=2,zero=1", ["tp"], {"tp": 2}),
+    ("split", "tp=2,zero=3", ["tp", "dp_shard"], {"tp": 2, "dp_shard": 4}),
+    ("split", "tp=2,zero=3,dp_replicate=2,dp_shard=2", ["tp", "dp_shard"], {"tp": 2, "dp_shard": 2, "dp_replicate": 2}),
+])  # fmt: skip
+def test_a_users_module_runs_under_the_plans_axes(
+    name: str, layout: str, applied: list[str], ways: dict[str, int], module: Callable[..., tuple[int, dict[str, Any], str]]
+) -> None:
+    code, document, err = module(name, layout)
+    assert (code, err, document["parallel"], document["parameters"]) == (0, "", applied, 2 * 64 * 64)
+    tp, shard = ways.get("tp", 1), ways.get("dp_shard", 1)
+    assert document["flops"]["matmul"] == 2 * 8 * 64 * 64 * 5 // tp  # the input takes no gradient
+    assert document["most_bytes"]["parameters"] == 2 * 64 * 64 * 4 // (tp * shard)
+    assert document["most_bytes"]["optimizer"] == 2 * 2 * 64 * 64 * 4 // (tp * shard) + 2 * 4  # two moments, and each weight's count
+    calls = {(c["axis"], c["kind"]): (c["ranks"], c["bytes"]) for c in document["collectives"]}
+    assert {axis for axis, _ in calls} == set(ways)
+    assert {
+        ranks for (axis, _), (ranks, _) in calls.items() for known, ways_of in ways.items() if axis == known and ranks != ways_of
+    } == set()
+    if shard > 1:
+        gathered = 2 * (2 * 64 * 64 // tp) * 2  # bf16, forward and backward
+        assert calls["dp_shard", "all_gather"] == (shard, gathered)
+        assert calls["dp_shard", "reduce_scatter"] == (shard, 2 * 64 * 64 // tp * 4)
+    if tp > 1:  # the output's partial sums; the first layer's input takes no gradient, and nothing comes back
+        assert calls["tp", "all_reduce"] == (2, 8 * 64 * (2 if shard > 1 else 4))
+
+
+@pytest.mark.parametrize(("name", "layout", "said"), [
+    ("choosy", "zero=3", "nonzero"), ("narrow", "zero=3", "operation mm could not be traced"), ("build", "tp=2", "parallel_plan"),
+])  # fmt: skip
+def test_a_module_that_cannot_be_traced_is_one_line_with_the_operation(
+    name: str, layout: str, said: str, module: Callable[..., tuple[int, dict[str, Any], str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = module(name, layout)
     assert (code, len(err.strip().splitlines())) == (2, 1)
-    assert "nonzero" in err
+    assert said in err
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_strict_ends_with_1_where_formula_and_program_differ(
+    make_plan: Callable[..., Plan], tmp_path: Path, invoke: Invoke
+) -> None:
+    """The formula is told that the loss keeps a logit in eight bytes: the program keeps it in two."""
+    path = tmp_path / "plan.json"
+    make_plan("dense", 2, "tp=2", layers=2, seq_len=256, global_batch=2).save(path)
+    assert invoke("dry-run", str(path), "--strict", "--json")[0] == 0
+    make_plan("dense", 2, "tp=2", {"logit_saved_bytes": 8.0}, layers=2, seq_len=256, global_batch=2).save(path)
+    code, out, _ = invoke("dry-run", str(path), "--strict", "--json")
+    assert code == 1
+    assert "activations" in [line["what"] for line in json.loads(out)["differences"]]
+    assert invoke("dry-run", str(path), "--json")[0] == 0
+    assert invoke("verify", str(path))[0] == 1
 
 
 def test_stages_with_one_program_are_traced_once(make_plan: Callable[..., Plan]) -> None:
