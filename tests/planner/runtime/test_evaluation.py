@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cost_models.layout import Layout
+from cost_models.schedules import Action
 from planner.runtime.journal import Journal, check_tensorboard
 from planner.runtime.pipeline import Transfer, lower_forward
 from profiles.errors import InputError
@@ -59,12 +60,12 @@ def test_forwards_alone_reach_every_chunk_in_order_and_fill_the_pipeline(schedul
     vpp = 1 if schedule == "1f1b" else 2
     orders = lower_forward(schedule, 4, vpp, 6)
     layout = Layout.parse(f"pp=4,vpp={vpp},schedule={schedule}")
-    actions = [(step.microbatch, step.chunk) for order in orders for step in order if not isinstance(step, Transfer)]
+    actions = [(step.microbatch, step.chunk) for order in orders for step in order if isinstance(step, Action)]
     assert sorted(actions) == [(m, c) for m in range(6) for c in range(4 * vpp)]
     moved = [step for order in orders for step in order if isinstance(step, Transfer) and step.kind == "send"]
     crossings = sum(layout.rank_of_chunk(c) != layout.rank_of_chunk(c + 1) for c in range(4 * vpp - 1))
     assert len(moved) == 6 * crossings
-    first = [step for step in orders[0] if not isinstance(step, Transfer)][:4]
+    first = [step for step in orders[0] if isinstance(step, Action)][:4]
     assert [step.microbatch for step in first] == [0, 1, 2, 3], "the first rank does not wait for the last"
 
 
