@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from planner.rules.core import Break, Case, Check, Rule, listed
-from profiles.model import Attention, LatentAttention, Layer, LinearAttention, ModelSpec, Moe, StateSpace
+from profiles.model import LatentAttention, Layer, LinearAttention, ModelSpec, StateSpace
 
 PLANNING: dict[str, Rule] = {}
 
@@ -31,19 +31,13 @@ FEATURES: dict[str, tuple[str, Callable[[ModelSpec], bool]]] = {
     "state_space": ("state-space layers", _any(lambda k: any(isinstance(m, StateSpace) for m in k.mixers))),
     "linear_attention": ("linear-attention layers", _any(lambda k: any(isinstance(m, LinearAttention) for m in k.mixers))),
     "two_mixers": ("layers with two mixers", _any(lambda k: k.beside is not None)),
-    "sinks": ("attention sinks", _any(lambda k: isinstance(k.mixer, Attention) and k.mixer.sinks)),
-    "output_gate": ("gated attention outputs", _any(lambda k: isinstance(k.mixer, Attention) and k.mixer.output_gate)),
-    "wide_query_norms": (
-        "query norms over all heads or with a weight a head",
-        _any(lambda k: isinstance(k.mixer, Attention) and k.mixer.qk_norm in ("full", "per_head")),
-    ),
     "more_norms": ("layers with more than two norms", _any(lambda k: k.norms > 2)),
     "narrow_embedding": ("an embedding of another width than the model", lambda m: m.embedding_width not in (None, m.hidden)),
     "indexer": (
         "an indexer that picks the tokens to see",
         _any(lambda k: isinstance(k.mixer, LatentAttention) and k.mixer.index_heads > 0),
     ),
-    "expert_biases": ("experts with biases", _any(lambda k: isinstance(k.ffn, Moe) and k.ffn.bias)),
+    "clamped_activation": ("gpt-oss's clamped activation", lambda m: m.family == "gpt_oss"),
 }
 """Features of a model that a runtime may lack: in words, and whether a model has it."""
 

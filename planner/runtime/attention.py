@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.runtime import kernels
-from planner.runtime.norms import Norm
-from planner.runtime.parameter import Block, sliced
+from planner.runtime.norms import Norm, wanted, zeros_like
+from planner.runtime.parameter import Block, parameter, sliced
+from planner.runtime.query_norms import WideNorm
 from planner.runtime.tensor import Linear, TensorParallel, split_inputs, split_outputs
 from profiles.model import Attention, ModelSpec
 
@@ -39,21 +40,49 @@ class Tokens:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, spans: Sequence[int], rule: tuple[int, int, float]
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, spans: Sequence[int],
+        rule: tuple[int, int, float],
+    ) -> Tensor:  # fmt: skip
         out, lse = kernels.attend(q, k, v, documents, documents, spans, spans, *rule)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.rest = (documents, documents, spans, spans, *rule)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*kernels.attend_grad(grads[0].contiguous(), *ctx.saved_tensors, *ctx.rest), None, None, None)
+        grad, (q, k, v, out, lse, sinks) = grads[0].contiguous(), ctx.saved_tensors
+        sink_grad = grad_of_sinks(grad, out, lse, sinks)
+        if sinks is not None and not wanted(ctx, 0):  # the weight's part of a split backward
+            return None, None, None, sink_grad, None, None, None
+        return (*kernels.attend_grad(grad, q, k, v, out, lse, *ctx.rest), sink_grad, None, None, None)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float) -> Tensor:
-    """Causal attention of one rank's tokens among themselves: [s, b, heads, width] -> [s, b, heads, v width]."""
-    return _Attend.apply(q, k, v, tokens.documents, tokens.spans, (window, chunk, scale))
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float, sinks: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Causal attention of one rank's tokens among themselves: [s, b, heads, width] -> [s, b, heads, v width].
+
+    ``sinks`` [heads]: a logit that takes part in each row's softmax and gives nothing (gpt-oss).
+    """
+    return _Attend.apply(q, k, v, sinks, tokens.documents, tokens.spans, (window, chunk, scale))
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention's result and logsumexp [b, heads, s] with one more logit in every row. Backward from these two is that of attention:
+    the sink's value is zero, so it changes no other gradient but through them."""
+    if sinks is None:
+        return out, lse
+    both = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    return (out * (lse - both).exp().permute(2, 0, 1).unsqueeze(-1)).to(out.dtype), both
+
+
+def grad_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Minus the sink's probability times what the row's gradient and result agree by, summed over rows."""
+    if sinks is None:
+        return None
+    share = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
+    return -(share * (grad * out).sum(-1, dtype=lse.dtype).permute(1, 2, 0)).sum((0, 2)).to(sinks.dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -133,36 +162,52 @@ class SelfAttention(nn.Module):
         self.copies = max(1, tp.size // spec.kv_heads)
         self.kv_heads = max(1, spec.kv_heads // tp.size)
         hidden, width, value = model.hidden, spec.head_dim, spec.value_width
-        self.q_proj = split_outputs(hidden, spec.heads * width, spec.qkv_bias, tp, dtype, device)
+        self.q_proj = split_outputs(hidden, spec.heads * width * (2 if spec.output_gate else 1), spec.qkv_bias, tp, dtype, device)
         self.k_proj = self._key_values(hidden, spec.kv_heads * width, dtype, device)
         self.v_proj = self._key_values(hidden, spec.kv_heads * value, dtype, device)
         std = 0.02 / (2 * model.num_layers) ** 0.5
         self.o_proj = split_inputs(spec.heads * value, hidden, spec.output_bias, tp, dtype, device, std=std)
-        self.q_norm = self.k_norm = None
+        self.q_norm: Norm | WideNorm | None = None
+        self.k_norm: Norm | WideNorm | None = None
         if spec.qk_norm == "head":
             every = {"copies": tp.size, "partial": ("tp",) if tp.size > 1 else ()}
-            self.q_norm = Norm(model.norm, _vector(width, every), model.norm_eps, False, True, dtype, device)
-            self.k_norm = Norm(model.norm, _vector(width, every), model.norm_eps, False, True, dtype, device)
+            self.q_norm = Norm(model.norm, _vector(width, every), model.norm_eps, spec.qk_norm_bias, True, dtype, device)
+            self.k_norm = Norm(model.norm, _vector(width, every), model.norm_eps, spec.qk_norm_bias, True, dtype, device)
+        elif spec.qk_norm != "none":
+            self.q_norm = self._wide_norm(model, sliced((spec.heads * width,), 0, tp.size, tp.rank, init="ones"), dtype, device)
+            self.k_norm = self._wide_norm(model, self._of_keys(spec.kv_heads * width, init="ones"), dtype, device)
+        self.sinks = parameter(sliced((spec.heads,), 0, tp.size, tp.rank, init="zeros"), dtype, device) if spec.sinks else None
         self.rotary = Rotary(width, model, model.rope_fraction) if spec.rotary and not model.learned_positions else None
         self.rule = (spec.window or 0, spec.chunk or 0, width**-0.5)
 
     def _key_values(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Linear:
+        bias = self._of_keys(outputs, init="zeros") if self.spec.qkv_bias else None
+        return Linear(self._of_keys(outputs, inputs), bias, dtype, device)
+
+    def _of_keys(self, *shape: int, **facts: Any) -> Block:
+        """A parameter cut by key/value heads, which neighbouring ranks share where there are more ranks."""
         parts, place = self.tp.size // self.copies, self.tp.rank // self.copies
-        facts = {"copies": self.copies, "partial": (f"kv{self.copies}",) if self.copies > 1 else ()}
-        bias = sliced((outputs,), 0, parts, place, init="zeros", **facts) if self.spec.qkv_bias else None
-        return Linear(sliced((outputs, inputs), 0, parts, place, **facts), bias, dtype, device)
+        held = {"copies": self.copies, "partial": (f"kv{self.copies}",) if self.copies > 1 else ()}
+        return sliced(shape, 0, parts, place, **held, **facts)
+
+    def _wide_norm(self, model: ModelSpec, block: Block, dtype: torch.dtype, device: torch.device) -> WideNorm:
+        bias = zeros_like(block) if self.spec.qk_norm_bias else None
+        return WideNorm(model.norm, self.spec.qk_norm == "full", block, bias, model.norm_eps, self.tp.axis, dtype, device)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """[s, b, hidden], entered -> [s (/tp under SP), b, hidden]."""
         s, b, _ = x.shape
-        q = self.q_proj(x).view(s, b, self.heads, -1)
+        q, gate = self.q_proj(x).view(s, b, self.heads, -1), None
+        if self.spec.output_gate:
+            q, gate = (part.contiguous() for part in q.chunk(2, -1))
         k = self.k_proj(x).view(s, b, self.kv_heads, -1)
         v = self.v_proj(x).view(s, b, self.kv_heads, -1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, tokens), self.rotary(k, tokens)
-        return self.o_proj(self.core(q, k, v, tokens, *self.rule).flatten(2))
+        seen = self.core(q, k, v, tokens, *self.rule, self.sinks)
+        return self.o_proj((seen if gate is None else seen * gate.sigmoid()).flatten(2))
 
 
 def _vector(width: int, facts: dict[str, Any]) -> Block:

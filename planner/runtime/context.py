@@ -21,9 +21,10 @@ from torch import Tensor
 
 from cost_models.layout import Layout
 from planner.runtime import kernels
-from planner.runtime.attention import Tokens, attend
+from planner.runtime.attention import Tokens, attend, grad_of_sinks, with_sinks
 from planner.runtime.collectives import all_gather, all_to_all, reduce_scatter
 from planner.runtime.mesh import Axis, Mesh
+from planner.runtime.norms import wanted
 from profiles.errors import InputError
 
 Rule = tuple[int, int, float]
@@ -82,11 +83,13 @@ class ContextAttention:
     def __init__(self, mesh: Mesh) -> None:
         self.ring, self.ulysses, self.layout = mesh.ring, mesh.ulysses, mesh.layout
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """[s, b, heads, width] of this rank's tokens -> [s, b, heads, v width] of the same."""
         n = self.ulysses.size
         if n == 1:
-            return self._across(q, k, v, tokens, window, chunk, scale)
+            return self._across(q, k, v, sinks, tokens, window, chunk, scale)
         if q.shape[2] % n:
             raise InputError(
                 "cp_kind", self.layout.cp_kind, f"ulysses = {n} must divide the {q.shape[2]} heads of a tensor-parallel rank"
@@ -100,16 +103,20 @@ class ContextAttention:
         q, k, v = (_HeadsForTokens.apply(t, self.ulysses) for t in (q, k, v))
         place = ring_spans(self.layout.ring, tokens.count * n * self.layout.ring, self.ring.rank)
         documents = None if tokens.documents is None else all_gather(tokens.documents.t().contiguous(), self.ulysses).t()
-        out = self._across(q, k, v, Tokens(place, documents), window, chunk, scale)
+        if sinks is not None:
+            sinks = sinks.chunk(n)[self.ulysses.rank]
+        out = self._across(q, k, v, sinks, Tokens(place, documents), window, chunk, scale)
         return _TokensForHeads.apply(out, self.ulysses)
 
-    def _across(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int, chunk: int, scale: float) -> Tensor:
+    def _across(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tokens: Tokens, window: int, chunk: int, scale: float
+    ) -> Tensor:  # fmt: skip
         if self.ring.size == 1:
-            return attend(q, k, v, tokens, window, chunk, scale)
+            return attend(q, k, v, tokens, window, chunk, scale, sinks)
         length = tokens.count * self.ring.size
         held = tuple(ring_spans(self.ring.size, length, r) for r in range(self.ring.size))
         function = _Gathered if self.layout.cp_kind == "allgather" else _Ring
-        return function.apply(q, k, v, tokens.documents, self.ring, held, (window, chunk, scale))
+        return function.apply(q, k, v, sinks, tokens.documents, self.ring, held, (window, chunk, scale))
 
 
 class _HeadsForTokens(torch.autograd.Function):
@@ -158,7 +165,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, axis: Axis, held: Sequence[tuple[int, ...]], rule: Rule
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, axis: Axis,
+        held: Sequence[tuple[int, ...]], rule: Rule,
     ) -> Tensor:  # fmt: skip
         ring = _Blocks(axis, held, documents, rule)
         coming = ring.send((k, v))
@@ -172,16 +180,20 @@ class _Ring(torch.autograd.Function):
             rows, keys = ring.seen(source)
             part, low = kernels.attend(q[rows], *(t[keys] for t in blocks), *ring.arguments(source, rows, keys))
             _merge(out[rows], lse[:, :, rows], part, low)
+        out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.ring = ring
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         ring: _Blocks = ctx.ring
         axis, grad = ring.axis, grads[0].contiguous()
+        sink_grad = grad_of_sinks(grad, out, lse, sinks)
+        if sinks is not None and not wanted(ctx, 0):
+            return None, None, None, sink_grad, None, None, None, None
         coming = ring.send((k, v))
         dq, *sums = (t.to(lse.dtype) for t in kernels.attend_grad(grad, q, k, v, out, lse, *ring.arguments(axis.rank)))
         for turn in range(1, axis.size):
@@ -199,7 +211,7 @@ class _Ring(torch.autograd.Function):
             sums[0][keys] += parts[1]
             sums[1][keys] += parts[2]
         dk, dv = ring.send(tuple(sums)).wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sink_grad, None, None, None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -207,23 +219,28 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, axis: Axis, held: Sequence[tuple[int, ...]], rule: Rule
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, axis: Axis,
+        held: Sequence[tuple[int, ...]], rule: Rule,
     ) -> Tensor:  # fmt: skip
         everyone = None
         if documents is not None:
             everyone = all_gather(documents.t().contiguous(), axis).t().contiguous()
         ctx.rest = (documents, everyone, held[axis.rank], tuple(x for part in held for x in part), *rule)
         out, lse = kernels.attend(q, all_gather(k, axis), all_gather(v, axis), *ctx.rest)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.axis = axis
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        axis = ctx.axis
-        dq, dk, dv = kernels.attend_grad(grads[0].contiguous(), q, all_gather(k, axis), all_gather(v, axis), out, lse, *ctx.rest)
-        return dq, reduce_scatter(dk, axis), reduce_scatter(dv, axis), None, None, None, None
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        axis, grad = ctx.axis, grads[0].contiguous()
+        sink_grad = grad_of_sinks(grad, out, lse, sinks)
+        if sinks is not None and not wanted(ctx, 0):
+            return None, None, None, sink_grad, None, None, None, None
+        dq, dk, dv = kernels.attend_grad(grad, q, all_gather(k, axis), all_gather(v, axis), out, lse, *ctx.rest)
+        return dq, reduce_scatter(dk, axis), reduce_scatter(dv, axis), sink_grad, None, None, None, None
 
 
 @dataclass

@@ -167,18 +167,30 @@ class Experts(nn.Module):
         self.kind, self.gated, self.recompute = activation(spec.activation), spec.gated, recompute
         ep, etp = mesh.axis("ep"), mesh.axis("etp")
 
+        first, count = part(spec.experts, ep.size, ep.rank)
+
         def made(outputs: int, inputs: int, dim: int, std: float) -> nn.Parameter:
             shape = (spec.experts, outputs, inputs)
-            first, count = part(spec.experts, ep.size, ep.rank)
             low, width = part(shape[dim], etp.size, etp.rank)
             offsets, sizes = [first, 0, 0], [count, outputs, inputs]
             offsets[dim], sizes[dim] = low, width
             return parameter(Block(shape, tuple(offsets), tuple(sizes), expert=True, std=std), dtype, device)
 
+        def bias(outputs: int, cut: bool) -> nn.Parameter | None:
+            if not spec.bias:
+                return None
+            low, width = part(outputs, etp.size, etp.rank) if cut else (0, outputs)
+            held = {"copies": 1, "partial": ()} if cut else {"copies": etp.size, "partial": ("etp",) if etp.size > 1 else ()}
+            block = Block((spec.experts, outputs), (first, low), (count, width), expert=True, init="zeros", decays=False, **held)
+            return parameter(block, dtype, device)
+
         if spec.gated:
             self.gate_proj = made(spec.width, hidden, 1, 0.02)
         self.up_proj = made(spec.width, hidden, 1, 0.02)
         self.down_proj = made(hidden, spec.width, 2, 0.02 / (2 * layers) ** 0.5)
+        self.gate_proj_bias = bias(spec.width, True) if spec.gated else None
+        self.up_proj_bias, self.down_proj_bias = bias(spec.width, True), bias(hidden, False)
+        self.adds_down_bias = etp.rank == 0
 
     def forward(self, x: Tensor, per_expert: list[int]) -> Tensor:
         up = self._linear(x, "up_proj", per_expert)
@@ -190,6 +202,9 @@ class Experts(nn.Module):
     def _linear(self, x: Tensor, name: str, per_expert: list[int]) -> Tensor:
         """Each expert's weight, and its adapter where there is one (``adapters``)."""
         y, a = grouped_linear(x, getattr(self, name), per_expert), getattr(self, f"{name}_lora_a", None)
+        if (bias := getattr(self, f"{name}_bias")) is not None:
+            rows = bias.repeat_interleave(torch.tensor(per_expert, device=x.device), 0, output_size=len(x))
+            y = y + (rows if name != "down_proj" or self.adds_down_bias else rows * 0)  # partial sums: one rank of etp adds it
         if a is None:
             return y
         inner = grouped_linear(x, a, per_expert)

@@ -9,6 +9,7 @@ forward and backward it gives wrong gradients there without a word (shared/torch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def initialise(decoder: nn.Module, seed: int) -> None:
 
 def _rows(block: Block, start: int, count: int) -> Block:
     offsets = (block.offsets[0] + start, *block.offsets[1:])
-    return Block(block.shape, offsets, (count, *block.sizes[1:]), block.copies, block.partial, block.expert, block.init, block.std)
+    return replace(block, offsets=offsets, sizes=(count, *block.sizes[1:]))
 
 
 def _locals(decoder: nn.Module) -> Iterator[tuple[str, Block, Tensor, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,4 +59,4 @@ class Norm(nn.Module):
 
 def zeros_like(block: Block) -> Block:
     """The block of a bias beside a weight."""
-    return Block(block.shape, block.offsets, block.sizes, block.copies, block.partial, block.expert, "zeros")
+    return replace(block, init="zeros")

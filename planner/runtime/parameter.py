@@ -35,10 +35,12 @@ class Block:
     expert: bool = False
     init: Literal["normal", "ones", "zeros"] = "normal"
     std: float = 0.02
+    decays: bool | None = None
+    """Whether weight decay applies; None: to what starts from noise, and to matrices."""
 
     @property
     def decay(self) -> bool:
-        return self.init == "normal" or len(self.shape) > 1
+        return (self.init == "normal" or len(self.shape) > 1) if self.decays is None else self.decays
 
 
 def whole(*shape: int, **facts: object) -> Block:

@@ -31,6 +31,9 @@ GPT2 = {
     "post_attention_layernorm": "ln_2", "o_proj": "attn.c_proj", "up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj",
 }  # fmt: skip
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_AFTER = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "post_feedforward_layernorm"}
+POST_NORM = {"olmo2": _AFTER, "olmo3": _AFTER}
+"""Families whose norms follow their blocks, and what they call them."""
 PREFIXES = ("", "model.", "transformer.", "model.language_model.", "language_model.model.")
 
 
@@ -49,6 +52,8 @@ def place(family: str, name: str) -> Place:
     """The place of the runtime's parameter ``name`` in a checkpoint of ``family`` (without prefix)."""
     if family == "gpt2":
         return _gpt2(name)
+    if family in POST_NORM:
+        name = re.sub(r"(layers\.\d+\.)(\w+_layernorm)", lambda m: m[1] + POST_NORM[family][m[2]], name)
     layer, _, rest = name.rpartition("mlp.")
     if match := re.fullmatch(r"experts\.(\w+)", rest):
         if family == "mixtral":

@@ -39,6 +39,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("Qwen2Config", {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     }}),
+    "olmo2": ("Olmo2Config", {"tie_word_embeddings": False}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }
 # fmt: on

@@ -74,6 +74,18 @@ def model_of(name: str, layers: int = 4, **changes: Any) -> ModelSpec:
         mixer = LatentAttention(heads=4, q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)
         layer = Layer(mixer=mixer if name == "mtp" else attention, ffn=routed if name == "mtp" else Mlp(width=64))
         fields |= {"mtp": 1 if name == "mtp-tied" else 2, "tied": name == "mtp-tied", "family": "deepseek_v3"}
+    elif name == "sinks":  # gpt-oss
+        mixer = Attention(heads=8, kv_heads=2, head_dim=8, qkv_bias=True, output_bias=True, sinks=True, window=6)
+        layer = Layer(mixer=mixer, ffn=Moe(experts=4, top_k=2, width=24, bias=True, router_bias=True))
+    elif name == "gated":  # Qwen3-Next's attention
+        layer = Layer(mixer=Attention(heads=8, kv_heads=2, head_dim=8, output_gate=True, qk_norm="head"), ffn=Mlp(width=64))
+    elif name == "olmo2":
+        layer = Layer(mixer=Attention(heads=8, kv_heads=2, head_dim=8, qk_norm="full"), ffn=Mlp(width=64), post_norm=True)
+    elif name == "cohere":
+        layer = Layer(
+            mixer=Attention(heads=8, kv_heads=2, head_dim=8, qk_norm="per_head"), ffn=Mlp(width=64), parallel=True, norms=1
+        )
+        fields |= {"norm": "layer", "tied": True}
     elif name == "window":
         layer = Layer(mixer=Attention(heads=8, kv_heads=4, head_dim=8, window=5), ffn=Mlp(width=64))
     else:

@@ -70,9 +70,15 @@ RECOMPUTED = [
     (2, "dp=2,zero=3,recompute=selective(layernorm,mlp)", "llama"), (2, "tp=2,etp=2,recompute=selective(layernorm,shared_experts)", "moe-v3"),
     (4, f"tp=2,dp=2,ep=4,zero=3,{DROPPED}", "moe-v3"), (4, f"tp=2,pp=2,schedule=zb-v,{DROPPED}", "llama"),
 ]  # fmt: skip
+VARIANTS = [
+    (2, "tp=2", "olmo2"), (2, "tp=2,etp=2", "sinks"), (2, "cp=2", "sinks"), (2, "cp=2,cp_kind=ulysses", "sinks"), (2, "tp=2", "gated"),
+    (2, "pp=2,schedule=zb-h1", "sinks"), (2, "dp=2,zero=3", "sinks"), (2, "tp=2", "cohere"), (2, "pp=2,schedule=zb-v", "olmo2"),
+    (4, "tp=4,sp=false", "olmo2"), (4, "cp=4,cp_kind=ring2xulysses2", "sinks"), (4, "tp=2,dp=2,ep=2,etp=2", "sinks"),
+    (4, "tp=4", "gated"), (4, "tp=4", "cohere"),
+]  # fmt: skip
 MATRIX = [
     pytest.param(*case, marks=pytest.mark.verify if case[0] == 8 else [] if number % 7 == 0 else pytest.mark.slow)
-    for number, case in enumerate(DENSE + CONTEXT + EXPERTS + LATENT + EIGHT + RECOMPUTED)
+    for number, case in enumerate(DENSE + CONTEXT + EXPERTS + LATENT + EIGHT + RECOMPUTED + VARIANTS)
 ]
 """Of those of up to 4 processes every seventh runs always, the others in CI; those of 8 processes in ``make verify``."""
 
