@@ -7,7 +7,7 @@ of units. ``Core`` holds what all columns of one core share; ``Column`` adds wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -23,6 +23,8 @@ from cost_models.states import Holding
 from cost_models.step import ChunkSeconds, boundary_seconds, rank_update, ranks_chunks
 from cost_models.update import optimizer_seconds, update_seconds
 from planner.rules.core import Limits
+from planner.wishes import Wish
+from profiles.errors import InputError
 
 Floats = npt.NDArray[np.float64]
 
@@ -51,6 +53,36 @@ def modes_of(job: Job, limits: Limits) -> tuple[RecomputeRule, ...]:
     if "full" in limits.recompute_modes:
         names.append("full")
     return tuple(rule_of(n) for n in names)
+
+
+def modes_within(
+    modes: tuple[RecomputeRule, ...], limits: Limits, pins: Sequence[Wish], excluded: Sequence[Sequence[Wish]]
+) -> tuple[RecomputeRule, ...]:
+    """The choices that pins and one-field exclusions leave; a pinned one that the planner does not try by itself is tried.
+
+    Raises InputError for choices by layers (the program makes those), for one that the target has not, and where none is left.
+    """
+    left = modes
+    refused = [replace(e[0], op="!=" if e[0].op == "=" else "=") for e in excluded if len(e) == 1]
+    for wish in (w for w in (*pins, *refused) if w.field == "recompute"):
+        if any(len(Recompute.parse(value).rules) > 1 or ":" in value for value in wish.values):
+            rule = "one choice for every layer; which layers recompute is the program's to find, axisplan estimate --layout prices a given one"
+            raise InputError("--pin", str(wish), rule, "recompute=full")
+        named = [rule_of(value) for value in wish.values]
+        unknown = [r for r in named if r.mode not in limits.recompute_modes or not {*r.modules} <= {*limits.modules}]
+        if unknown and wish.op == "=":
+            rule = f"the target recomputes {', '.join(limits.recompute_modes)}, of {', '.join(limits.modules) or 'no module alone'}"
+            raise InputError("--pin", str(wish), rule, f"recompute={limits.recompute_modes[-1]}")
+        if wish.op == "=":
+            left = tuple(sorted({*named} if wish in pins else {*named} & {*left}, key=lambda r: (ORDER.index(r.mode), r.modules)))
+        else:
+            left = tuple(r for r in left if r not in named)
+    if not left:
+        raise InputError("--pin", ", ".join(map(str, pins)), "leaves no recompute choice", "recompute=full")
+    return left
+
+
+ORDER = ("none", "selective", "full")
 
 
 @lru_cache(maxsize=256)

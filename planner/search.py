@@ -25,7 +25,7 @@ from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.memory import StageMemory, fits
 from planner import bounds
-from planner.columns import Column, PathStore, Units, mode_text, modes_of, prefix_counts, units
+from planner.columns import Column, PathStore, Units, mode_text, modes_of, modes_within, prefix_counts, units
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
 from planner.program import Answer
@@ -93,7 +93,8 @@ class Search:
     books: Books = field(default_factory=Books)
 
     def __post_init__(self) -> None:
-        self.modes = modes_of(self.job, self.space.limits)
+        limits = self.space.limits
+        self.modes = modes_within(modes_of(self.job, limits), limits, self.space.pins, self.space.excluded)
         self.store = PathStore()
         self.totals = prefix_counts(self.job)[-1]
         self.slowing = stragglers(self.job.cluster.nodes if self.job.cluster.gpus > 1 else 1)

@@ -25,6 +25,7 @@ from planner.rules.core import RULES, Case, Limits, Rule
 from planner.rules.schedule import chunks_of
 from planner.wishes import Wish as Wish
 from planner.wishes import read_wishes as read_wishes
+from profiles.errors import InputError
 
 PREFIX_FIELDS = ("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp")
 SHARD_FIELDS = ("dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload")
@@ -115,6 +116,10 @@ class Space:
         offload: bool = False,
         etp: bool = True,
     ) -> None:
+        for wish in (*pins, *(w for e in excluded for w in e)):
+            if wish.field == "stages":
+                rule = "stages are what the program chooses; axisplan estimate --layout prices a given split"
+                raise InputError("--pin", str(wish), rule, None)
         self.job, self.pins, self.excluded, self.offload = job, tuple(pins), tuple(tuple(e) for e in excluded), offload
         self.limits: Limits = limits_of(job)
         self._memo: dict[tuple[str, tuple[Any, ...]], bool] = {}
