@@ -96,6 +96,8 @@ class Execution(TimeFacts):
     together (2)."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at once in a chunked loss; 0 = all of a microbatch."""
+    chunks_loss: bool = False
+    """The loss can be computed in chunks: the planner chooses so where whole logits would take a tenth of the memory."""
 
     # -- states -------------------------------------------------------------------------------------------------------
     parameter_bytes: float = 2.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cost_models.arrays import ceil_div, maximum, minimum, where
 from cost_models.layer_cost import Builder, LayerCost, Local
-from profiles.operations import Number, Pointwise
+from profiles.operations import Matmul, Number, Pointwise
 
 
 def vocab_rows(local: Local) -> Number:
@@ -60,7 +60,10 @@ def head_operations(local: Local) -> LayerCost:
         b.keep("head_projection_output", local.split_tokens * width * local.bytes, weight=True)
     if execution.vocab_parallel:
         b.enter_tensor_parallel("head_in", tokens * width)
-    b.linear("head", tokens, rows, width, dtype=local.dtype)
+    if execution.loss_chunk_tokens:
+        _chunked_head(b, tokens, rows, width)
+    else:
+        b.linear("head", tokens, rows, width, dtype=local.dtype)
     logits = tokens * rows
     scale = local.bytes / 2
     b.pointwise("loss", execution.logit_forward_traffic * logits * scale, execution.logit_backward_traffic * logits * scale, 3)
@@ -79,3 +82,17 @@ def head_operations(local: Local) -> LayerCost:
     regathered = 0 if execution.keeps_gathered_input else where(local.degrees.sp, tokens, 0)
     gradients = (tokens + regathered) * width * local.bytes + execution.weight_gradient_bytes * scale * rows * width
     return b.done(local.split_tokens * h * local.bytes, maximum(beyond * alive * rows * scale, gradients))
+
+
+def _chunked_head(b: Builder, tokens: Number, rows: Number, width: int) -> None:
+    """The output projection over chunks of ``loss_chunk_tokens``, each with its loss and both gradients before the next: as many FLOPs in
+    smaller products, and a weight gradient that is read and written again with every chunk."""
+    local, execution = b.local, b.local.execution
+    chunk = minimum(tokens, execution.loss_chunk_tokens)
+    count = ceil_div(tokens, chunk)
+    part, dtype = tokens / count, local.dtype
+    b.only_forward(Matmul(part, rows, width, dtype, count, "head"))
+    b.only_backward_input(Matmul(part, width, rows, dtype, count, "head"))
+    if local.job.trains("head"):
+        b.weight_pass("head.accumulate", (count - 1) * (4 + local.bytes) * rows * width)
+        b.weight_product(Matmul(width, rows, part, dtype, count, "head", weight_gradient=True))

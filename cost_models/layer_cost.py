@@ -265,6 +265,10 @@ class Builder:
         if self.local.job.trains(part_of(name)):
             self._backward_weight.append(Pointwise(bytes, 1, name))
 
+    def weight_product(self, op: Operation) -> None:
+        """A product of the weight-gradient pass."""
+        self._backward_weight.append(op)
+
     def attend(self, op: Attend) -> None:
         """Fused attention, forward and backward (which recomputes the scores: 2.5 times the FLOPs)."""
         self.forward.append(op)

@@ -14,6 +14,7 @@ from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.step import StepEstimate, estimate
 from cost_models.uncertainty import chance_faster, flipping_cause
+from planner.chunked_loss import chunked
 from planner.legality import require_job
 from planner.plan import (
     Certificate,
@@ -87,7 +88,12 @@ def solve(request: PlanRequest) -> Plan:
 
         raise DoesNotFit(does_not_fit(request, found, outcome))
     chosen = propose(request, outcome)
-    return plan_of(request, found, outcome, chosen)
+    job, remark = chunked(request.job, layout_of(chosen))
+    if job is not request.job:
+        plan = solve(replace(request, job=job))
+    else:
+        plan = plan_of(request, found, outcome, chosen)
+    return plan.model_copy(update={"warnings": [*plan.warnings, remark]}) if remark else plan
 
 
 def _solve_pools(request: PlanRequest) -> Plan:
