@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "named_plans.json"
 PAGE = ROOT / "docs" / "named-plans.md"
 DEEPSEEK = "deepseek-v3 --cluster h800-sxm:256x8 --seq-len 4k --global-batch 15360 --precision fp8"
 PLANS = {
-    "DeepSeek-V3 on 2,048 H800": DEEPSEEK,
+    "DeepSeek-V3 on 2,048 H800": f"{DEEPSEEK} --execution megatron",
     "Llama-3.1-405B on 16,384 H100, 8k": "llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 8k --global-batch 2048",
     "Llama-3.1-405B on 16,384 H100, 128k": "llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 128k --global-batch 128",
     "GPT-3 175B on 1,024 A100": "gpt3-175b --cluster a100-sxm:128x8 --seq-len 2k --global-batch 1536",
