@@ -1,13 +1,14 @@
 """Lower bounds on the seconds of one microbatch for hundreds of thousands of degrees at once.
 
 The same operations (``cost_models.layers``) and prices (``compute.price``, ``ClusterSpec.collective_seconds``) as the estimate, with arrays
-for the degrees. What only adds time and needs a layout one by one (ZeRO's collectives, wider placements of another rank order,
-attention cut into ring blocks, tensor-parallel collectives beside backward) is left out: a lower bound, which a property test says.
+for the degrees. What only adds time and needs a layout one by one (ZeRO's collectives, wider placements of another rank order) is left
+out: a lower bound, which a property test says.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.communication import INTERFERENCE
-from cost_models.compute import host_seconds, is_host, price
+from cost_models.communication import INTERFERENCE, Pass
+from cost_models.compute import Compute, host_seconds, is_host, price
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
-from cost_models.layers import embedding_operations, head_operations, layer_operations
+from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import RecomputeRule
-from cost_models.measured import measured_pace, measured_saved, rows_of
-from cost_models.passes import both_ways, launches, mean_pace, with_activations
-from cost_models.recompute import kept_bytes
-from cost_models.state_bytes import states
-from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights
-from planner.rules.core import Limits, limits_of
-from profiles.operations import Collective, Operation, Pointwise
+from cost_models.measured import measured_pace, rows_of
+from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, both_ways, kind_of, mean_pace, with_activations
+from cost_models.recompute import recomputed
+from planner.rules.core import limits_of
+from profiles.model import Moe
+from profiles.operations import Attend, Collective, Operation, Pointwise
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -39,49 +39,64 @@ KINDS = ("ring", "ulysses", "hybrid", "allgather")
 
 @dataclass(frozen=True)
 class Bulk:
-    """Seconds by key: ``layers`` key x kind x (f, b, w), ``embedding`` and ``head`` key x (f, b, w)."""
+    """Seconds by key: ``f`` and ``w`` key x kind, ``b`` key x kind x mode (recompute and input gradient), ``embedding`` and ``head``
+    key x (f, b, w)."""
 
-    layers: Floats
+    f: Floats
+    b: Floats
+    w: Floats
     embedding: Floats
     head: Floats
 
     @cached_property
-    def _sums(self) -> tuple[Floats, Floats]:
-        return self.layers.sum(axis=2), self.embedding.sum(axis=1) + self.head.sum(axis=1)
+    def ends(self) -> Floats:
+        """Seconds of embedding and head, by key."""
+        out: Floats = self.embedding.sum(axis=1) + self.head.sum(axis=1)
+        return out
 
     def total(self, totals: Ints) -> Floats:
-        """Seconds of one microbatch through the whole model, by key. ``totals``: layers by kind."""
-        layers, ends = self._sums
-        seconds: Floats = layers @ totals + ends
+        """Seconds of one microbatch through the whole model, by key, with the least recompute. ``totals``: layers by kind."""
+        seconds: Floats = (self.f + self.b.min(axis=2) + self.w) @ totals + self.ends
         return seconds
 
+    def take(self, at: Any) -> Bulk:
+        """The keys ``at``."""
+        return Bulk(self.f[at], self.b[at], self.w[at], self.embedding[at], self.head[at])
 
-def lower_seconds(job: Job, keys: Ints) -> Bulk:
-    """Lower bounds for ``keys`` (rows of ``COLUMNS``)."""
-    model = job.model
-    layers = np.zeros((len(keys), len(model.kinds), 3))
-    embedding, head = np.zeros((len(keys), 3)), np.zeros((len(keys), 3))
+
+def lower_seconds(job: Job, keys: Ints, modes: Sequence[RecomputeRule] = (NO_RECOMPUTE,)) -> Bulk:
+    """Lower bounds for ``keys`` (rows of ``COLUMNS``), by recompute mode; equal to ``passes.unit_seconds`` where the rank order is the
+    closest one and ZeRO adds nothing."""
+    model, number = job.model, len(keys)
+    f, w = np.zeros((number, len(model.kinds))), np.zeros((number, len(model.kinds)))
+    b = np.zeros((number, len(model.kinds), len(modes)))
+    embedding, head = np.zeros((number, 3)), np.zeros((number, 3))
     for kind, name in enumerate(KINDS):
         at = np.flatnonzero(keys[:, 6] == kind)
         if not len(at):
             continue
-        degrees = _degrees(keys[at], name)
+        degrees = degrees_of(job, keys[at], name)
         for k in range(len(model.kinds)):
-            layers[at, k] = _layer(job, degrees, k)
-        embedding[at] = _passes(job, degrees, embedding_operations(job, degrees), floor=False)
-        tail = _passes(job, degrees, head_operations(job, degrees), floor=False)
-        head[at] = tail
+            cost = with_activations(job, k, layer_operations(job, degrees, model.kinds[k]))
+            f[at, k], b[at, k], w[at, k] = _passes(job, degrees, cost, k, modes)
+        for out, unit, cost in (
+            (embedding, EMBEDDING, embedding_operations(job, degrees)), (head, HEAD, head_operations(job, degrees)),
+        ):  # fmt: skip
+            one = _passes(job, degrees, cost, unit, (NO_RECOMPUTE,))
+            out[at] = np.stack([one[0], one[1][:, 0], one[2]], axis=1)
         if model.mtp:
-            head[at] += model.mtp * (tail + layers[at, model.pattern[-1]])
-    return Bulk(layers, embedding, head)
+            one = _passes(job, degrees, with_activations(job, MTP, mtp_operations(job, degrees)), MTP, modes)
+            head[at] += model.mtp * np.stack([one[0], one[1].min(axis=1), one[2]], axis=1)
+    return Bulk(f, b, w, embedding, head)
 
 
-def _degrees(keys: Ints, kind: str) -> Any:
+def degrees_of(job: Job, keys: Ints, kind: str) -> Any:
+    """Keys as the degrees that ``cost_models.layers`` reads; ``kind`` one of ``KINDS``."""
     tp, ring, ulysses, ep, etp, micro, _ = keys.T
     name = "ring" if kind == "hybrid" else kind
     return SimpleNamespace(
         tp=tp,
-        sp=tp > 1,
+        sp=(tp > 1) & limits_of(job).sequence_parallel,
         ring=ring,
         ulysses=ulysses,
         cp=ring * ulysses,
@@ -94,75 +109,141 @@ def _degrees(keys: Ints, kind: str) -> Any:
     )
 
 
-def _layer(job: Job, degrees: Any, kind: int) -> Floats:
-    """Key x (f, b, w) seconds of a layer kind; measured ones where there are any."""
-    cost = layer_operations(job, degrees, job.model.kinds[kind])
-    if not rows_of(job, kind):
-        return _passes(job, degrees, cost, floor=True)
-    cost = with_activations(job, kind, cost)
-    analytic = both_ways(job, cost.forward, cost.backward_input, cost.backward_weight)
-    ahead, behind = measured_pace(job, degrees, kind, *analytic, mean_pace(job, kind))
-    return _passes(job, degrees, cost, floor=True, paces=(ahead, behind, behind))
-
-
-def _passes(job: Job, degrees: Any, cost: LayerCost, *, floor: bool, paces: tuple[Any, Any, Any] | None = None) -> Floats:
-    """Key x (f, b, w) seconds of a unit; ``floor``: launching it may take longer than the work, as for a layer; ``paces``: by
-    pass, measured over analytic compute seconds where the unit was measured, the host's part included."""
+def _passes(job: Job, degrees: Any, cost: LayerCost, unit: int, modes: Sequence[RecomputeRule]) -> tuple[Floats, Floats, Floats]:
+    """(f, b by mode, w) seconds of a unit, as ``passes._unit`` has them."""
+    execution, host = job.execution, is_host(job.cluster.gpu)
+    layer = unit >= 0 or unit == MTP
     weights = cost.backward_weight
-    share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
-    launch = host_seconds(job.cluster.gpu, job.execution, degrees.tp) if floor else 0.0
-    blocking = job.execution.blocking_launch_seconds if floor else 0.0
-    out = np.zeros((len(degrees.tp), 3))
-    for column, (which, operations, least, more) in enumerate((
-        ("forward", cost.forward, launch, blocking), ("backward_input", cost.backward_input, launch * (1 - share), blocking),
-        ("backward_weight", weights, launch * share, 0.0),
-    )):  # fmt: skip
-        if operations:
-            compute = price(job.cluster.gpu, job.execution, operations)
-            if paces is not None:
-                compute = compute.times(paces[column])
-                out[:, column] = compute.seconds + _exposed(job, degrees, operations, which, compute)
-                continue
-            busy = np.maximum(compute.seconds + _exposed(job, degrees, operations, which, compute), least) + more
-            if is_host(job.cluster.gpu):
-                kernels = sum(op.kernels if isinstance(op, Pointwise) else 1 for op in operations if not isinstance(op, Collective))
-                busy = busy + job.execution.host_kernel_seconds * kernels
-            out[:, column] = busy
-    return out
+    first, second = _launched(degrees, cost.backward_input), _launched(degrees, weights)
+    share = second / np.maximum(1.0, first + second)
+    launch = host_seconds(job.cluster.gpu, execution, degrees.tp) if layer else 0.0
+    blocking = execution.blocking_launch_seconds if layer else 0.0
+    moe = isinstance(kind_of(job, unit).ffn, Moe) and not host and execution.graphs != "full"
+    sync = execution.moe_sync_seconds if moe else 0.0
+    number = len(degrees.tp)
+    ahead: Any = None
+    behind: Any = None
+    if rows_of(job, unit):
+        analytic = both_ways(job, cost.forward, cost.backward_input, weights)
+        ahead, behind = measured_pace(job, degrees, unit, *analytic, mean_pace(job, unit))
+    forward = np.zeros(number) + _pass(job, degrees, cost.forward, "forward", launch, blocking + sync, ahead)
+    back = _pass(job, degrees, cost.backward_input, "backward_input", launch * (1 - share), blocking, behind)
+    b = np.zeros((number, len(modes)))
+    for m, rule in enumerate(modes):
+        again, whole = _recomputed(job, cost, rule), rule.mode == "full"
+        b[:, m] = back + _pass(job, degrees, again, "forward", launch if whole else 0.0, blocking + sync if whole else 0.0, ahead)
+    return forward, b, np.zeros(number) + _pass(job, degrees, weights, "backward_weight", launch * share, 0.0, behind)
 
 
-def _exposed(job: Job, degrees: Any, operations: tuple[Operation, ...], which: str, compute: Any) -> Any:
-    """What collectives add at least."""
-    execution, total, ring = job.execution, 0.0, 0.0
-    deduplicated = set(limits_of(job).dispatchers) != {"alltoall"}
+def _recomputed(job: Job, cost: LayerCost, rule: RecomputeRule) -> tuple[Operation, ...]:
+    execution = job.execution
+    regathers = execution.keeps_gathered_input and execution.discards_outputs
+    return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers)
+
+
+def _pass(
+    job: Job, degrees: Any, operations: tuple[Operation, ...], which: Pass, least: Any, extra: float = 0.0, pace: Any = None
+) -> Any:
+    """Seconds of one pass by key; launching it takes ``least`` seconds at least; ``extra`` on top; ``pace``: where it was measured, its
+    seconds over those of its compute, the host's part included."""
+    if not operations:
+        return 0.0
+    gpu, execution = job.cluster.gpu, job.execution
+    rings = np.any(degrees.ring > 1) and degrees.cp_kind != "allgather"
+    cut = tuple(op for op in operations if rings and isinstance(op, Attend) and op.fused)
+    compute = price(gpu, execution, [op for op in operations if op not in cut] if cut else operations)
+    for op in cut:
+        compute = compute + _in_ring_blocks(job, degrees.ring, op)
+    if pace is not None:
+        compute = compute.times(pace)
+        return compute.seconds + _exposed(job, degrees, operations, which, compute)
+    busy = np.maximum(compute.seconds + _exposed(job, degrees, operations, which, compute), least) + extra
+    if is_host(gpu):
+        busy = busy + execution.host_kernel_seconds * _launched(degrees, operations, len(cut))
+    return busy
+
+
+def _in_ring_blocks(job: Job, ring: Any, op: Attend) -> Compute:
+    """``compute.in_ring_blocks`` with an array of ring sizes."""
+    block = price(job.cluster.gpu, job.execution, [replace(op, k_len=op.k_len / ring, pairs=op.pairs / ring)]).times(ring)
+    elements = op.heads * op.v_dim
+    if op.backward:
+        elements = (op.heads * op.qk_dim + op.kv_heads * (op.qk_dim + op.v_dim)) / 2
+    size = job.execution.ring_merge_bytes * (ring - 1) * op.batch * op.q_len * elements
+    return block + price(job.cluster.gpu, job.execution, [Pointwise(size, ring - 1, "ring_merge")])
+
+
+def _launched(degrees: Any, operations: tuple[Operation, ...], cut: int = 0) -> Any:
+    """Kernels and collectives that the host launches, at least: a collective over one rank is none."""
+    total: Any = cut * 2.0 * (degrees.ring - 1)
+    for op in operations:
+        if isinstance(op, Collective):
+            group = _group(degrees, op.axis)
+            total = total + (0 if group is None else (np.asarray(group[0]) > 1) & (np.asarray(op.bytes) > 0))
+        else:
+            total = total + (op.kernels if isinstance(op, Pointwise) else 1)
+    return total
+
+
+def _exposed(job: Job, degrees: Any, operations: tuple[Operation, ...], which: Pass, compute: Compute) -> Any:
+    """What collectives add (``communication.exposed``), at least."""
+    execution = job.execution
+    total: Any = 0.0
+    ring: Any = 0.0
+    behind: Any = 0.0
     for op in operations:
         if not isinstance(op, Collective):
             continue
-        group = _group(degrees, op.axis)
-        if group is None:
-            continue
-        behind = which == "backward_weight" or (which == "backward_input" and op.kind in ("reduce_scatter", "all_reduce"))
-        if op.axis == "tp" and execution.tp_overlap == "backward" and behind:
-            continue
-        if op.axis in ("ep", "etp_ep") and (execution.ep_overlap or deduplicated):
-            continue
-        ranks, stride = group
-        seconds = (
-            np.where(
-                (ranks > 1) & (np.asarray(op.bytes) > 0), job.cluster.collective_seconds(op.kind, op.bytes, ranks, stride), 0.0
-            )
-            * op.count
-        )
+        seconds = _collective(job, degrees, op)
         if op.axis == "tp" and execution.tp_overlap in ("userbuffers", "async"):
             total = total + seconds * execution.tp_exposed
-        elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap:
+        elif op.axis == "tp" and execution.tp_overlap == "backward" and _behind(op, which):
+            behind = behind + seconds
+        elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap and not is_host(job.cluster.gpu):
             ring = ring + seconds
         else:
             total = total + seconds
+    if np.any(behind):
+        total = total + hidden(behind, compute.matmul)
     if np.any(ring):
-        beside = compute.attention * (degrees.ring - 1) / degrees.ring
-        total = total + np.maximum(0.0, ring - beside) + INTERFERENCE * np.minimum(ring, beside)
+        total = total + hidden(ring, compute.attention * (degrees.ring - 1) / degrees.ring)
     return total
+
+
+def _behind(op: Collective, which: Pass) -> bool:
+    return which == "backward_weight" or (which == "backward_input" and op.kind in ("reduce_scatter", "all_reduce"))
+
+
+def hidden(communication: Any, beside: Any) -> Any:
+    """``communication.hidden`` for arrays."""
+    return np.maximum(0.0, communication - beside) + INTERFERENCE * np.minimum(communication, beside)
+
+
+def _collective(job: Job, degrees: Any, op: Collective) -> Any:
+    """Seconds of a collective in the closest placement; 0 where it moves nothing, and where tokens may travel in another way."""
+    group = _group(degrees, op.axis)
+    if group is None:
+        return 0.0
+    if op.axis in ("ep", "etp_ep") and (job.execution.ep_overlap or set(limits_of(job).dispatchers) != {"alltoall"}):
+        return 0.0
+    ranks, stride = (np.asarray(x) for x in group)
+    size, cluster = np.asarray(op.bytes), job.cluster
+    if op.kind == "send_recv":
+        apart: Any = stride
+        for level in cluster.levels[:-1]:
+            apart = np.where(ranks * stride > level.size, np.maximum(apart, level.size), apart)
+        seconds = cluster.collective_seconds(op.kind, size, np.full_like(ranks, 2), apart)
+    elif op.axis == "ep" and op.kind == "all_to_all":
+        domain = cluster.levels[0].size
+        inside = np.minimum(ranks, np.maximum(1, domain // np.maximum(stride, 1)))
+        within = cluster.collective_seconds(op.kind, size * inside / ranks / job.execution.exchange_efficiency, inside, stride)
+        across = cluster.collective_seconds(op.kind, size, ranks, stride)
+        seconds = (
+            np.maximum(np.where(inside > 1, within, 0.0), np.where(inside < ranks, across, 0.0)) + job.execution.exchange_seconds
+        )
+    else:
+        seconds = cluster.collective_seconds(op.kind, size, ranks, stride)
+    return np.where((ranks > 1) & (size > 0), seconds, 0.0) * op.count
 
 
 def _group(degrees: Any, axis: str) -> tuple[Any, Any] | None:
@@ -171,63 +252,3 @@ def _group(degrees: Any, axis: str) -> tuple[Any, Any] | None:
         "tp": (degrees.tp, 1), "ulysses": (degrees.ulysses, degrees.tp), "ring": (degrees.ring, degrees.tp * degrees.ulysses),
         "cp": (degrees.cp, degrees.tp), "etp": (degrees.etp, 1), "ep": (degrees.ep, degrees.etp), "etp_ep": (degrees.etp * degrees.ep, 1),
     }.get(axis)  # fmt: skip
-
-
-def lower_bytes(
-    job: Job, limits: Limits, rows: Ints, modes: tuple[RecomputeRule, ...], *, offload: bool
-) -> tuple[Floats, Floats, Floats]:
-    """A lower bound on the bytes of the fullest rank, by row (``COLUMNS``, pp, dp, microbatches): the mean over ranks of states under
-    the most sharding the target has, and of one microbatch's kept activations in the least mode. Also estimates, without recompute and
-    with all of it: all microbatches of 1F1B in flight, one layer and the loss at work."""
-    model, execution = job.model, job.execution
-    out, plain, tight = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
-    totals = np.bincount(model.pattern, minlength=len(model.kinds))
-    for kind, name in enumerate(KINDS):
-        for pipeline in (False, True):
-            at = np.flatnonzero((rows[:, 6] == kind) & ((rows[:, 7] > 1) == pipeline))
-            if not len(at):
-                continue
-            part = rows[at]
-            degrees = _degrees(part[:, :7], name)
-            pp, dp = part[:, 7], part[:, 8]
-            degrees.dp_shard, degrees.pp = dp, pp
-            degrees.edp_shard = np.maximum(1, degrees.tp * degrees.cp * dp // (degrees.etp * degrees.ep))
-            allowed = [z for z in limits.zero if not pipeline or z <= limits.max_zero_with_pp] or [0]
-            degrees.zero, degrees.offload = max(allowed), ("optimizer",) if offload else ()
-            held = Holding()
-            kept: Any = 0.0
-            full: Any = 0.0
-            biggest: Any = 0.0
-            for k, layer in enumerate(model.kinds):
-                held = held + hold(layer_weights(model, layer), degrees, execution).times(int(totals[k]))
-                cost = layer_operations(job, degrees, layer)
-                each, saved = _kept(job, degrees, k, cost, modes[0])
-                full = full + totals[k] * each
-                biggest = np.maximum(biggest, saved + cost.transient)
-                for mode in modes[1:]:
-                    kept_so = _kept(job, degrees, k, cost, mode)[0]
-                    each = np.minimum(each, kept_so / (execution.recompute_unit if mode.mode == "full" else 1))
-                kept = kept + totals[k] * each
-            held = held + hold(embedding_weights(model), degrees, execution)
-            held = held + hold(head_weights(model, shares_embedding=model.tied), degrees, execution)
-            trained = Holding() if job.frozen or job.lora_rank or job.optimizer == "muon" else None
-            state = np.asarray(states(job, degrees, held, trained).total)
-            beside = execution.workspace_bytes + job.cluster.gpu.context_bytes
-            slack = (
-                min(execution.reserved_ratio, execution.eager_reserved_ratio)
-                if execution.elementwise == "eager"
-                else execution.reserved_ratio
-            )
-            out[at] = (state + (0.0 if offload else kept)) / pp * slack + beside
-            degrees.zero, degrees.offload = (1 if 1 in allowed else max(allowed)), ()
-            likely = np.asarray(states(job, degrees, held, trained).total)
-            loss = head_operations(job, degrees)
-            work = np.maximum(biggest, loss.saved_bytes + loss.transient)
-            plain[at] = ((likely + full * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
-            tight[at] = ((likely + kept * np.minimum(pp, part[:, 9])) / pp + work) * slack + beside
-    return out, plain, tight
-
-
-def _kept(job: Job, degrees: Any, kind: int, cost: LayerCost, mode: RecomputeRule) -> tuple[Any, Any]:
-    """(kept under ``mode``, saved without recompute) bytes of a layer kind."""
-    return measured_saved(job, degrees, kind, mode, kept_bytes(cost, mode, degrees.tp), cost.saved_bytes)

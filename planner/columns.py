@@ -265,7 +265,7 @@ class Column:
     def slowing(self) -> float:
         return stragglers(self.job.cluster.nodes if self.layout.world > 1 else 1)
 
-    def step(self, pipeline_seconds: float) -> float:
+    def step(self, pipeline_seconds: Any) -> Any:
         """Seconds of a step whose pipeline takes ``pipeline_seconds`` (``cost_models.step.estimate``)."""
         return (pipeline_seconds + self.job.execution.step_overhead_seconds) * self.slowing
 

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cost_models.activations import ChunkMemory, Run, assemble
 from cost_models.fully_sharded import by_unit
@@ -161,19 +162,25 @@ class Fitting:
         ends = [states(job, layout, hold(w, layout, job.execution), trained).total for w in (one, other)]
         return float(ends[0]), float(ends[1])
 
-    def room(self) -> Room:
-        """What memory lets ranks hold (``bounds.Room``): lower bounds on what a rank needs for its layers."""
-        layout, execution = self.layout, self.job.execution
-        slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
+    @cached_property
+    def kept_of_layer(self) -> npt.NDArray[np.float64]:
+        """kind x mode: bytes of a microbatch that a layer keeps."""
         kinds, modes = range(len(self.job.model.kinds)), range(len(self.column.modes))
         kept = np.zeros((len(kinds), len(modes)))
         for k in kinds:
             for m in modes:
                 rows = [[0] * len(modes) for _ in kinds]
-                unit = execution.recompute_unit if self.column.modes[m].mode == "full" else 1
+                unit = self.job.execution.recompute_unit if self.column.modes[m].mode == "full" else 1
                 rows[k][m] = unit
                 one = _chunk_of(self, tuple(tuple(r) for r in rows))
                 kept[k, m] = float(one.kept) / unit
+        return kept
+
+    def room(self) -> Room:
+        """What memory lets ranks hold (``bounds.Room``): lower bounds on what a rank needs for its layers."""
+        layout, execution = self.layout, self.job.execution
+        slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
+        kept = self.kept_of_layer
         outside = float(communicators(self.job, layout)) + self.job.cluster.gpu.context_bytes
         whole = (self.limit - execution.workspace_bytes - outside) / slack
         embedding, head = self.end_states

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from planner.columns import Column, Mix
 from planner.fitting import Fitting, Policy, first_fitting
 from planner.program import Answer
@@ -25,33 +28,58 @@ def quick(column: Column, fitting: Fitting, policies: Sequence[Policy]) -> Answe
 
 
 def splits(column: Column) -> list[tuple[int, ...]]:
-    """Splits worth trying: by layers, and by seconds with embedding and head counted."""
+    """Splits worth trying: ranks balanced by layers, and by seconds with embedding and head counted; the chunks of a rank as even as can be,
+    what does not divide in its first or in its last ones."""
     layers, chunks = column.layers, column.chunks
     if chunks == 1:
         return [(layers,)]
     u = column.units
     mean = float(u.f.mean() + u.b.min(axis=1).mean() + u.w.mean()) or 1.0
     first, last = sum(u.embedding) / mean, sum(u.least_head) / mean
+    pp, vpp = column.layout.pp, column.layout.vpp
+    ranks = column.paths.ranks
     out = []
     for a, b in ((first, last), (0.0, 0.0)):
-        split = balanced(layers, chunks, a, b)
-        if split not in out:
-            out.append(split)
+        if vpp == 1:
+            ways = [balanced(layers, chunks, a, b)]
+        else:
+            folded = int(ranks[-1]) == 0
+            loads = balanced(layers, pp, a + b if folded else a, 0.0 if folded else b, vpp)
+            ways = [dealt_out(ranks, loads, vpp, late) for late in (True, False)]
+        out += [way for way in ways if way not in out]
     return out
 
 
-def balanced(layers: int, chunks: int, first: float, last: float) -> tuple[int, ...]:
-    """Counts that make the largest load least, the first and last chunk carrying ``first`` and ``last`` layers more; at least one each."""
+def dealt_out(ranks: npt.NDArray[np.int64], loads: Sequence[int], vpp: int, late: bool) -> tuple[int, ...]:
+    """Each rank's layers over its chunks; ``late``: its last chunks (but for the model's last) take one more where they do not divide."""
+    out = [0] * len(ranks)
+    for rank, load in enumerate(loads):
+        held = [c for c in range(len(ranks)) if ranks[c] == rank]
+        each, more = divmod(load, vpp)
+        order = sorted(held, key=lambda c: ((c == len(ranks) - 1) if late else 0, -c if late else c))
+        for place, chunk in enumerate(order):
+            out[chunk] = each + (place < more)
+    return tuple(out)
+
+
+def even_on_ranks(ranks: npt.NDArray[np.int64], stages: Sequence[int]) -> bool:
+    """Whether the chunks of every rank differ by at most one layer: the declared space of schedules with several."""
+    sizes = np.asarray(stages)
+    return all(np.ptp(sizes[ranks == rank]) <= 1 for rank in set(ranks.tolist()))
+
+
+def balanced(layers: int, chunks: int, first: float, last: float, least: int = 1) -> tuple[int, ...]:
+    """Counts that make the largest load least, the first and last one carrying ``first`` and ``last`` layers more; at least ``least`` each."""
     loads = [0.0] * chunks
     loads[0] += first
     loads[-1] += last
-    counts = [1] * chunks
-    loads = [x + 1 for x in loads]
+    counts = [least] * chunks
+    loads = [x + least for x in loads]
     import heapq
 
     heap = [(load, -c) for c, load in enumerate(loads)]
     heapq.heapify(heap)
-    for _ in range(layers - chunks):
+    for _ in range(layers - least * chunks):
         load, c = heapq.heappop(heap)
         counts[-c] += 1
         heapq.heappush(heap, (load + 1, c))

@@ -49,13 +49,15 @@ class Stage(Record):
 
 
 class Certificate(Record):
-    """What was proved. ``columns_legal = cut_by_memory + cut_by_bound + cut_by_dominance + solved``; seconds of a step."""
+    """What was proved. ``columns_legal = cut_by_memory + cut_by_bound + cut_by_dominance + solved + unexplored``; seconds of a step."""
 
     columns_legal: int
     cut_by_memory: int
     cut_by_bound: int
     cut_by_dominance: int
     solved: int
+    unexplored: int = 0
+    """Columns that effort or time did not reach: only the bound of their rows is known."""
     best_bound_seconds: float
     fastest_seconds: float
     gap: float

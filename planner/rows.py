@@ -6,7 +6,7 @@ that both are found once for each of those and spread over the rows by index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from cost_models.job import Job
 from cost_models.layout import RecomputeRule
-from planner.bulk import lower_bytes, lower_seconds
+from planner.bulk import Bulk, lower_seconds
+from planner.bulk_bytes import Held, Kept, held_of, kept_of, slack_of
 from planner.space import Batch, Prefix, Space
 
 Floats = npt.NDArray[np.float64]
@@ -84,11 +85,15 @@ class Rows(Sequence[Row]):
     @cached_property
     def table(self) -> Ints:
         """Row x (tp, ring, ulysses, ep, etp, micro batch, cp kind, pp, dp, microbatches)."""
-        prefix = [(p.tp, p.ring, p.ulysses, p.ep, p.etp, KIND.get(p.cp_kind, 2), p.pp, p.dp) for p in self.prefixes]
         slot = [(s[0].micro_batch, s[0].microbatches) for s in self.slots]
-        a = np.array(prefix, np.int64).reshape(len(prefix), 8)[self.at]
+        a = self.prefix_table[self.at]
         b = np.array(slot, np.int64).reshape(len(slot), 2)[self.slot]
         return np.concatenate([a[:, :5], b[:, :1], a[:, 5:], b[:, 1:]], axis=1)
+
+    @cached_property
+    def prefix_table(self) -> Ints:
+        prefix = [(p.tp, p.ring, p.ulysses, p.ep, p.etp, KIND.get(p.cp_kind, 2), p.pp, p.dp) for p in self.prefixes]
+        return np.array(prefix, np.int64).reshape(len(prefix), 8)
 
     @cached_property
     def counts(self) -> Ints:
@@ -110,25 +115,75 @@ class Rows(Sequence[Row]):
         return counts
 
     @cached_property
-    def bytes(self) -> tuple[Floats, Floats, Floats]:
-        """(lower bound, estimates without recompute and with all of it) of the bytes of the fullest rank, by row.
+    def key(self) -> Ints:
+        """Of each row: its place among ``keys``."""
+        return self._keyed[1]
 
-        A larger micro batch needs no less: once a row is over the limit, the rest of its prefix keeps its numbers.
-        """
-        offload = self.space.may_offload
-        out = np.zeros((3, len(self)))
-        alive = np.flatnonzero(self.size > 0)
-        place = 0
-        while len(alive):
-            now = self.start[alive] + place
-            out[:, now] = lower_bytes(self.job, self.space.limits, self.table[now], self.modes, offload=offload)
-            place += 1
-            over = out[0, now] > self.job.limit_bytes
-            for prefix in alive[over & (self.size[alive] > place)]:
-                last, stop = self.start[prefix] + place - 1, self.start[prefix + 1]
-                out[:, last + 1 : stop] = out[:, [last]]
-            alive = alive[~over & (self.size[alive] > place)]
-        return out[0], out[1], out[2]
+    @property
+    def keys(self) -> Ints:
+        """The distinct (tp, ring, ulysses, ep, etp, micro batch, cp kind)."""
+        return self._keyed[0]
+
+    @cached_property
+    def _keyed(self) -> tuple[Ints, Ints]:
+        code = np.zeros(len(self), np.int64)
+        for i in range(7):
+            values, inverse = np.unique(self.table[:, i], return_inverse=True)
+            code = code * max(1, len(values)) + inverse
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        return self.table[first, :7], inverse
+
+    @cached_property
+    def bulk(self) -> Bulk:
+        """Seconds by key."""
+        return lower_seconds(self.job, self.keys, self.modes)
+
+    @cached_property
+    def kept(self) -> Kept:
+        """Bytes of a microbatch by key."""
+        return kept_of(self.job, self.keys, self.modes, offload=self.space.may_offload)
+
+    @cached_property
+    def held(self) -> Held:
+        """Bytes of states by prefix."""
+        return held_of(self.job, self.space.limits, self.prefix_table, offload=self.space.may_offload)
+
+    @cached_property
+    def held_once(self) -> Held:
+        """The same where a step has one microbatch."""
+        return held_of(self.job, self.space.limits, self.prefix_table, offload=self.space.may_offload, once=True)
+
+    @cached_property
+    def bytes(self) -> tuple[Floats, Floats, Floats]:
+        """(lower bound, estimates without recompute and with all of it) of the bytes of the fullest rank, by row: the mean over ranks of
+        states under the most sharding and of one microbatch in the least mode; for the estimates, of the microbatches that 1F1B has in
+        flight under ZeRO-1, one layer or the loss at work."""
+        at, key, pp, m = self.at, self.key, self.table[:, 7], self.table[:, 9]
+        held, kept, totals = self.held, self.kept, self.totals
+        least, most = kept.kept.min(axis=2) @ totals, kept.kept[:, :, 0] @ totals
+        sharded, plain = self._states(at, max), self._states(at, lambda zeros: 1 if 1 in zeros else max(zeros))
+        slack, limit = slack_of(self.job), self.job.limit_bytes
+        base = limit - slack * (held.room[at] - np.where(pp > 1, kept.message[key], 0.0))
+        work = np.maximum(kept.kept[:, :, 0].max(axis=1) + kept.beyond, kept.tail + kept.loss)[key]
+        flying = np.minimum(pp, m)
+        low = base + slack * ((sharded + least[key]) / pp)
+        return (
+            low,
+            base + slack * ((plain + most[key] * flying) / pp + work),
+            base + slack * ((plain + least[key] * flying) / pp + work),
+        )
+
+    def _states(self, at: Ints, choose: Callable[[list[int]], int]) -> Floats:
+        """Bytes of all states of a replica on one rank, by row, under a ZeRO stage that goes with its pipeline."""
+        limits = self.space.limits
+        out = np.zeros(len(self))
+        for pipeline in (False, True):
+            zero = choose([z for z in limits.zero if not pipeline or z <= limits.max_zero_with_pp] or [0])
+            for held, once in ((self.held, False), (self.held_once, True)):
+                rows = ((self.table[:, 7] > 1) == pipeline) & ((self.table[:, 9] == 1) == once)
+                each = held.state[zero] @ self.totals + held.embedding[zero] + held.head[zero]
+                out[rows] = each[at[rows]]
+        return out
 
     @cached_property
     def fit(self) -> npt.NDArray[np.bool_]:
@@ -137,15 +192,9 @@ class Rows(Sequence[Row]):
         return small
 
     def seconds(self, which: Ints) -> Floats:
-        """Least seconds of the pipeline of the rows ``which``."""
-        table = self.table[which]
-        code = np.zeros(len(table), np.int64)
-        for i in range(7):
-            values, inverse = np.unique(table[:, i], return_inverse=True)
-            code = code * len(values) + inverse
-        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-        bulk = lower_seconds(self.job, table[first, :7])
-        least: Floats = table[:, 9] * bulk.total(self.totals)[inverse] / table[:, 7]
+        """Least seconds of the pipeline of the rows ``which``: the mean rank's work."""
+        total = self.bulk.total(self.totals)
+        least: Floats = self.table[which, 9] * total[self.key[which]] / self.table[which, 7]
         return least
 
     def idle(self) -> Floats:

@@ -324,6 +324,7 @@ def show_bytes_table(out: Console, rows: Sequence[Mapping[str, Any]], ranks: int
 
 def show_certificate(out: Console, plan: Plan) -> None:
     c = plan.certificate
+    unexplored = f" + {c.unexplored:,} unexplored" if c.unexplored else ""
     verdict = (
         "proved: no legal layout of the declared space is faster under this cost model"
         if c.proved
@@ -331,7 +332,7 @@ def show_certificate(out: Console, plan: Plan) -> None:
     )
     out.print(
         f"certificate  {c.columns_legal:,} legal columns = {c.cut_by_memory:,} cut by memory + {c.cut_by_bound:,} by bound + "
-        f"{c.cut_by_dominance:,} by dominance + {c.solved:,} solved\n"
+        f"{c.cut_by_dominance:,} by dominance + {c.solved:,} solved{unexplored}\n"
         f"             bound {c.best_bound_seconds:.6g} s, fastest {c.fastest_seconds:.6g} s, gap {c.gap:.2g}; {verdict}",
         soft_wrap=True,
     )

@@ -13,6 +13,7 @@ Every column is counted once: cut by memory (does not fit with the least recompu
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,31 +25,30 @@ import numpy.typing as npt
 from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.memory import StageMemory, fits
-from planner import bounds
-from planner.columns import Column, PathStore, Units, mode_text, modes_of, modes_within, prefix_counts, units
+from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, prefix_counts
+from planner.cores import Class, Cores, Key
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
+from planner.loads import best_loads
 from planner.program import Answer
 from planner.rows import Row, Rows, idle
+from planner.shapes import Costs
 from planner.solve_column import PROVED, solve_column
 from planner.space import Batch, Prefix, Shard, Space
 from profiles.errors import InputError
 
 QUICK = 1e-2
 """Relative gap at which the search stops unless a proof is asked for, or is cheap."""
-CHEAP = 40
-"""Entries left that are worth proving unasked."""
-EFFORT, EFFORT_TO_PROVE = 60, 4000
-"""Columns solved at most: a count, not a time, so that the same input gives the same plan on any machine."""
-BOUNDED, BOUNDED_TO_PROVE = 4000, 1_000_000
-"""Rows, cores and columns bounded at most, one by one."""
-PAIRED = ("dualpipe", "dualpipe-v")
-
-
-@dataclass(frozen=True)
-class Core:
-    row: int
-    batch: Batch
+SMALL = 20_000
+"""Columns of a space that is worth proving unasked."""
+EFFORT, EFFORT_TO_PROVE = 600, 20_000
+"""Classes, columns and programs opened at most: a count, not a time, so that the same input gives the same plan on any machine."""
+LOADS = 64
+"""Loads of one column simulated at most, to prove."""
+STEPS, CROWD = 6, 60
+"""Entries opened after a shape, where that many wait: a better answer then leaves fewer."""
+LIKELY, FIRST = 8, 16
+"""Rows that look fastest, bounded and answered before the rest; entries opened for them."""
 
 
 @dataclass
@@ -58,11 +58,15 @@ class Books:
     legal: int = 0
     by_memory: int = 0
     by_bound: int = 0
+    by_dominance: int = 0
+    """Columns equal in every cost to one that was solved."""
     solved: int = 0
     cuts: int = 0
     programs: int = 0
+    unexplored: int = 0
+    """Columns that effort or time did not reach."""
     weakest: float = float("inf")
-    """The least bound over columns cut by bound or solved."""
+    """The least bound over columns cut by bound, solved or not explored."""
 
 
 @dataclass
@@ -84,6 +88,30 @@ class Outcome:
 
 
 @dataclass
+class Queue:
+    """What is left to open, the least bound first; ``gap``: how far below the answer a bound must lie to be worth it."""
+
+    gap: float
+    heap: list[tuple[float, int, int, Any]] = field(default_factory=list)
+    opened: int = 0
+    added: int = 0
+    answers: bool = False
+    """Whether only answers are wanted, no proofs."""
+
+    def add(self, bound: float, level: int, item: Any) -> None:
+        self.added += 1
+        heapq.heappush(self.heap, (bound, level, self.added, item))
+
+    def pop(self) -> tuple[float, int, Any]:
+        self.opened += 1
+        bound, level, _, item = heapq.heappop(self.heap)
+        return bound, level, item
+
+    def __len__(self) -> int:
+        return len(self.heap)
+
+
+@dataclass
 class Search:
     job: Job
     space: Space
@@ -91,6 +119,8 @@ class Search:
     extra: int = 0
     """Further families of layouts (other degrees) to answer for runners-up."""
     books: Books = field(default_factory=Books)
+    deadline: float | None = None
+    """``time.monotonic()`` at which the search ends, whatever is left."""
 
     def __post_init__(self) -> None:
         limits = self.space.limits
@@ -100,6 +130,7 @@ class Search:
         self.slowing = stragglers(self.job.cluster.nodes if self.job.cluster.gpus > 1 else 1)
         self.found: dict[tuple[Prefix, Batch, Shard], Found] = {}
         self.best: Found | None = None
+        self._solved: dict[tuple[Any, ...], float] = {}
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -198,147 +229,175 @@ class Search:
         left = left[np.lexsort((left, self.least[left]))]
         if len(left):
             self._first_answers(left)
-        self._best_first(left, counts)
+        self._best_first(left)
         self._families(left)
-        return Outcome(self.best, list(self.found.values()), self.books, min(self.books.weakest, self.fastest))
+        books = self.books
+        books.by_bound = books.legal - books.by_memory - books.by_dominance - books.solved - books.unexplored
+        return Outcome(self.best, list(self.found.values()), books, min(books.weakest, self.fastest))
 
-    def _best_first(self, left: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
-        """Rows open into cores, cores into columns, columns are solved, always the least bound next; what is left at the end is cut by
-        its bound."""
-        near = left[self.least[left] < self.fastest]
-        self.books.by_bound += int(counts[left].sum() - counts[near].sum())
-        heap: list[tuple[float, int, int, Any]] = [(float(self.least[i]), 0, n, int(i)) for n, i in enumerate(near)]
-        heapq.heapify(heap)
-        serial, solved = len(near), 0
-        last = serial + (BOUNDED_TO_PROVE if self.prove else BOUNDED)
-        gap = PROVED if self.prove else QUICK
+    def pipeline(self, step: float) -> float:
+        """Seconds of pipeline in a step of ``step`` seconds."""
+        return step / self.slowing - self.job.execution.step_overhead_seconds
+
+    def _best_first(self, left: npt.NDArray[np.int64]) -> None:
+        """Shapes are bounded by arrays, the least work first; what may beat the answer enters a queue as classes of columns, and the entry
+        with the least bound is opened next: a class into its columns, a column into an answer, an answer into a proof. Rows that look
+        fastest go first, so that the rest is compared with a good answer."""
+        gap = PROVED if self.prove or self.books.legal <= SMALL else QUICK
         effort = EFFORT_TO_PROVE if self.prove else EFFORT
-        while heap and solved < effort and serial < last:
-            if heap[0][0] >= self.fastest * (1 - gap):
-                if gap == PROVED or len(heap) > CHEAP or heap[0][0] >= self.fastest * (1 - PROVED):
-                    break
-                gap = PROVED
-            bound, level, _, item = heapq.heappop(heap)
-            if level == 3:
-                solved += 1
-                core, shard = item
-                self._solve_one(bound, core, shard, gap)
-                continue
-            for opened in (self._open_row, self._open_core, self._open_columns)[level](bound, item):
-                if not np.isfinite(opened[0]):
-                    self.books.by_memory += self._number(*opened[1:])
-                    continue
-                serial += 1
-                heapq.heappush(heap, (opened[0], opened[1], serial, opened[2]))
-        for bound, level, _, item in heap:
-            self._cut(bound, int(counts[item]) if level == 0 else self._number(level, item))
+        queue = Queue(gap)
+        self._likely_cores(queue, left)
+        self._shapes(queue, Cores(self.rows, left[self.least[left] < self.fastest], self.store), effort)
+        while self._work(queue, effort, 1):
+            pass
+        for bound, level, _, item in queue.heap:
+            self._leave(bound, 1 if level else len(self._members(item)), bound >= self.fastest * (1 - queue.gap))
 
-    def _number(self, level: int, item: Any) -> int:
-        """Columns of an entry: a core (1 or 2), or one column."""
-        return 1 if level == 3 else self.space.count(self.rows[item.row].prefix, item.batch)
-
-    def _open_row(self, bound: float, i: int) -> Iterator[tuple[float, int, Any]]:
-        """The cores of a row, bounded by the exact seconds of its passes without what ZeRO adds."""
-        row = self.rows[i]
-        least = self.step(bounds.work(self._plain_units(row, row.batches[0]), self.totals, row.microbatches, row.prefix.pp))
-        for batch in row.batches:
-            if self.space.count(row.prefix, batch):
-                yield (bound if batch.schedule in PAIRED else max(bound, least)), 1, Core(i, batch)
-
-    def _open_core(self, bound: float, core: Core) -> Iterator[tuple[float, int, Any]]:
-        """The same core, bounded by path weights."""
-        if self.rows[core.row].prefix.pp > 1:
-            bound = max(bound, self._paths_bound(self.rows[core.row], core.batch))
-        yield bound, 2, core
-
-    def _open_columns(self, bound: float, core: Core) -> Iterator[tuple[float, int, Any]]:
-        """The columns of a core, each with its own ends and memory."""
-        for shard in self.space.columns_of(self.rows[core.row].prefix, core.batch):
-            yield self._column_bound(core, shard, bound), 3, (core, shard)
-
-    def _first_answers(self, left: npt.NDArray[np.int64], most: int = 60, each: int = 12) -> None:
-        """Quick answers: one row of each family of degrees that looks fast, then more rows of the families that did best."""
+    def _likely_cores(self, queue: Queue, left: npt.NDArray[np.int64]) -> None:
+        """A few cores that look fastest, of different families of degrees, bounded and answered for a first idea."""
         hopes = self._hopes(self.least)
-        left = left[np.lexsort((left, hopes[left]))]
-        numbers: dict[tuple[int, ...], int] = {}
-        of = np.array([numbers.setdefault(family(p, None), len(numbers)) for p in self.rows.prefixes], np.int64)[self.rows.at[left]]
-        answers: list[tuple[float, int, list[int]]] = []
-        waited = 0
-        for place, first in enumerate(sorted(np.unique(of, return_index=True)[1])[:most]):
-            before = self.fastest
-            members = [int(i) for i in left[of == of[first]][:each]]
-            fastest = min(self._row_answer(i, 1) for i in members[:2])
-            answers.append((fastest, place, members))
-            waited = 0 if self.fastest < before * (1 - 1e-3) else waited + int(np.isfinite(fastest))
-            if waited >= 16 or hopes[members[0]] >= self.fastest:
+        seen: set[tuple[int, ...]] = set()
+        chosen: dict[Key, list[int]] = {}
+        for i in left[np.lexsort((left, hopes[left]))]:
+            if len(seen) == LIKELY or hopes[i] >= self.fastest:
                 break
-        for _, _, members in sorted(answers)[:3]:
-            for i in members:
-                if self.least[i] < self.fastest and hopes[i] < self.fastest * 1.05:
-                    self._row_answer(i, 3)
+            row = self.rows[int(i)]
+            degrees = (*family(row.prefix, None), row.micro_batch)
+            if degrees in seen:
+                continue
+            seen.add(degrees)
+            for batch in sorted(row.batches, key=lambda b: (idle(b, row.prefix.pp, self.job.model.num_layers), b.vpp))[:2]:
+                chosen.setdefault((batch.schedule, row.prefix.pp, batch.vpp, batch.microbatches), []).append(int(i))
+        cores = Cores(self.rows, left[:0], self.store)
+        cores.by = {key: np.array(sorted(rows)) for key, rows in chosen.items()}
+        first = Queue(QUICK, answers=True)
+        self._shapes(first, cores, FIRST)
 
-    def _row_answer(self, i: int, most: int) -> float:
-        """Seconds of a row's quick answers."""
-        row = self.rows[i]
-        self.try_row(row, most)
-        own = (f for f in self.found.values() if f.prefix == row.prefix and f.batch.micro_batch == row.micro_batch)
-        return min((f.answer.seconds for f in own), default=float("inf"))
+    def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
+        """Bound the cores of rows shape by shape, and work on what they add to the queue."""
+        self.cores = cores
+        waiting = sorted((float(self.least[rows].min()), key) for key, rows in cores.by.items())
+        for place, (least, key) in enumerate(waiting):
+            if least >= self.fastest:
+                break
+            if self.late():
+                for low, other in waiting[place:]:
+                    self._leave(low, sum(self._columns(int(i), other) for i in cores.by[other]), low >= self.fastest)
+                break
+            rows = cores.by[key]
+            for bound, one in cores.within(key, rows[self.least[rows] < self.fastest], self.pipeline(self.fastest)):
+                queue.add(float(self.step(bound)), 0, one)
+            if len(queue) > CROWD or queue.answers:
+                self._work(queue, effort, STEPS)
 
-    def _any_shard(self, row: Row) -> Shard:
-        """A shard choice whose own collectives cost least: no gathering inside the passes, the default order."""
-        return Shard(1, row.prefix.dp, 1, self.space.limits.orders[0], "alltoall")
+    def _work(self, queue: Queue, effort: int, steps: int) -> bool:
+        """Open up to ``steps`` entries, the least bound first, while one may beat the answer by more than the gap; whether one was."""
+        for done in range(steps):
+            if not queue.heap or queue.opened >= effort or queue.heap[0][0] >= self.fastest * (1 - queue.gap) or self.late():
+                return done > 0
+            bound, level, item = queue.pop()
+            if level == 2 and queue.answers:
+                continue
+            if level == 2:
+                one, shard, exact = item
+                self._solve_one(bound, one, shard, exact, queue.gap)
+                continue
+            for least, entry in self._open_class(bound, item) if level == 0 else self._answer(bound, *item):
+                queue.add(least, level + 1, entry)
+        return True
 
-    def _cut(self, bound: float, number: int) -> None:
-        self.books.by_bound += number
+    def _batch(self, one: Class) -> Batch:
+        return next(b for b in self.rows[one.row].batches if (b.schedule, b.vpp) == (one.key[0], one.key[2]))
+
+    def _members(self, one: Class) -> list[Shard]:
+        """The columns of a class."""
+        shards = self.space.columns_of(self.rows[one.row].prefix, self._batch(one))
+        return [s for s in shards if s.zero == one.zero and s.dp_shard == one.shard]
+
+    def _columns(self, row: int, key: Key) -> int:
+        batch = next(b for b in self.rows[row].batches if (b.schedule, b.vpp) == (key[0], key[2]))
+        return self.space.count(self.rows[row].prefix, batch)
+
+    def _leave(self, bound: float, number: int, cut: bool) -> None:
+        """Columns that nobody looked into: cut by their bound, or not explored."""
+        self.books.unexplored += 0 if cut else number
         self.books.weakest = min(self.books.weakest, bound)
 
-    def _paths_bound(self, row: Row, batch: Batch) -> float:
-        """The bound of kept path weights; where a shape has none yet, those of this core's own linear program."""
-        column = Column(self.job, self.space.layout(row.prefix, batch, self._any_shard(row)), self.modes, self.store)
-        paths, plain = column.paths, self._plain_units(row, batch)
-        if not paths.duals:
-            bound = bounds.improve(paths, plain, self.totals, column.transfer, column, rounds=1)
-            if self.step(bound) >= self.fastest * 0.97:
-                bounds.improve(paths, plain, self.totals, column.transfer, column)
-        return float(self.step(max(bounds.dual(paths, w, plain, self.totals, column.transfer) for w in paths.duals)))
+    def _open_class(self, bound: float, one: Class) -> Iterator[tuple[float, Any]]:
+        for shard in self._members(one):
+            yield bound, (one, shard)
 
-    def _column_bound(self, core: Core, shard: Shard, known: float) -> float:
-        """The mean rank's work with its own gradient reduction and optimizer; path weights with the optimizer at the ends, and with the
-        recompute that memory makes necessary. Passes are priced without ZeRO's collectives here. Infinite: it does not fit."""
-        row = self.rows[core.row]
-        column, fitting = self.column(row.prefix, core.batch, shard)
-        plain = self._plain_units(row, core.batch)
-        work = bounds.work(plain, self.totals, row.microbatches, row.prefix.pp)
-        bound = max(known, float(self.step(work + column.mean_ends))) if core.batch.schedule not in PAIRED else known
-        if row.prefix.pp == 1:
-            return bound
-        for room in (None, True):
-            if bound >= self.fastest * (1 - PROVED):
-                break
-            lines = fitting.room() if room else None
-            for weights in column.paths.duals:
-                value = bounds.dual(column.paths, weights, plain, self.totals, column.transfer, column.layer_update, lines)
-                bound = max(bound, float(self.step(value)))
-        return bound
+    def _answer(self, bound: float, one: Class, shard: Shard) -> Iterator[tuple[float, Any]]:
+        """A column's own bound, and a quick answer."""
+        row, batch = self.rows[one.row], self._batch(one)
+        column, fitting = self.column(row.prefix, batch, shard)
+        exact = None
+        if one.key[0] != "dualpipe":
+            exact = self.cores.exact(one, column)
+            high = self.pipeline(self.fastest) if self.best else 4 * self.pipeline(bound)
+            bound = max(bound, float(self.step(self.cores.bound(one.key, exact, self.pipeline(bound), high))))
+        if bound >= self.fastest:
+            return
+        if exact is None or column.layout.vpp == 1 or self.best is None:
+            self._keep(quick(column, fitting, self.policies(batch, row.prefix)), row.prefix, batch, shard)
+        yield bound, (one, shard, exact)
 
-    def _plain_units(self, row: Row, batch: Batch) -> Units:
-        """Unit seconds in all modes without what ZeRO adds."""
-        return units(self.job, self.space.layout(row.prefix, batch, self._any_shard(row)), self.modes)
+    def _first_answers(self, left: npt.NDArray[np.int64], most: int = 60) -> None:
+        """Quick answers of rows of different families of degrees that look fast, until one fits and the next look slower."""
+        hopes = self._hopes(self.least)
+        left = left[np.lexsort((left, hopes[left]))]
+        seen: set[tuple[int, ...]] = set()
+        for i in left:
+            if hopes[i] >= self.fastest or len(seen) == most:
+                return
+            degrees = family(self.rows.prefixes[self.rows.at[i]], None)
+            if degrees in seen:
+                continue
+            seen.add(degrees)
+            if self.try_row(self.rows[int(i)], 1):
+                return
 
-    def _solve_one(self, bound: float, core: Core, shard: Shard, gap: float) -> None:
-        row = self.rows[core.row]
-        column, fitting = self.column(row.prefix, core.batch, shard)
-        result = solve_column(column, fitting, self.policies(core.batch, row.prefix), self.fastest, bound, self.totals, gap)
+    def late(self) -> bool:
+        """Whether the time allowed is over."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def _solve_one(self, bound: float, one: Class, shard: Shard, exact: Costs | None, gap: float) -> None:
+        row, batch = self.rows[one.row], self._batch(one)
+        column, fitting = self.column(row.prefix, batch, shard)
+        some = self.policies(batch, row.prefix)
+        if exact is not None and column.layout.vpp > 1:
+            self.books.weakest = min(self.books.weakest, self._solve_loads(bound, one, shard, exact, gap))
+            return
+        result = solve_column(column, fitting, some, self.fastest, bound, self.totals, gap)
         self.books.programs += result.programs
         self.books.cuts += result.cuts
         if result.unfit:
             self.books.by_memory += 1
         elif result.cut:
-            self._cut(max(bound, result.bound), 1)
+            self.books.weakest = min(self.books.weakest, max(bound, result.bound))
         else:
             self.books.solved += 1
             self.books.weakest = min(self.books.weakest, max(bound, result.bound))
-            self._keep(result.answer, row.prefix, core.batch, shard)
+            self._keep(result.answer, row.prefix, batch, shard)
+
+    def _solve_loads(self, bound: float, one: Class, shard: Shard, exact: Costs, gap: float) -> float:
+        """The least seconds of any step of a column with several chunks a rank. Columns whose costs are equal, because their rank orders
+        place alike what matters, are solved once."""
+        mark = (one, shard.dispatcher, shard.offload, exact.mark())
+        if mark in self._solved:
+            self.books.by_dominance += 1
+        else:
+            self.books.solved += 1
+            row, batch = self.rows[one.row], self._batch(one)
+            column, fitting = self.column(row.prefix, batch, shard)
+            rounds = LOADS if gap <= PROVED else LOADS // 8
+            shape = self.cores.shape(one.key)
+            found = best_loads(column, fitting, self.policies(batch, row.prefix), shape, exact, self.fastest, PROVED, rounds)
+            if found is not None:
+                self._keep(found[0], row.prefix, batch, shard)
+                bound = max(bound, found[1])
+            self._solved[mark] = bound
+        return max(bound, self._solved[mark])
 
     # -- what fits at all -------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ runners-up and what each loses, and, when nothing fits, what would.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ class PlanRequest:
 
     ``pins``: wishes such as ``tp=8,pp<=4``; ``exclude``: layouts that meet all wishes of an entry are left out; ``top``: runners-up
     wanted; ``similar``: also ones that differ only in micro batch, schedule or sharding; ``tie``: how much slower than the fastest
-    the plan proposed may be for fewer axes or more headroom; ``prove``: search until the gap is 1e-4; ``offload``: host memory may
+    the plan proposed may be for fewer axes or more headroom; ``prove``: search until the gap is 1e-4; ``time_limit``: seconds after which the
+    search ends with what it has, the gap said (the plan then depends on the machine); ``offload``: host memory may
     be used.
     """
 
@@ -58,10 +60,13 @@ class PlanRequest:
     tie: float = 0.01
     prove: bool = False
     offload: bool = False
+    time_limit: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.tie < 1:
             raise InputError("tie", self.tie, "is a share between 0 and 1", 0.01)
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise InputError("time_limit", self.time_limit, "is a number of seconds above 0", 60)
         if self.top < 0:
             raise InputError("top", self.top, "must not be negative", 0)
 
@@ -72,6 +77,8 @@ def search(request: PlanRequest, *, extra: int | None = None) -> tuple[Search, O
     require_job(job)
     space = Space(job, read_wishes(request.pins), [read_wishes(e) for e in request.exclude], offload=request.offload)
     found = Search(job, space, request.prove, request.top if extra is None else extra)
+    if request.time_limit is not None:
+        found.deadline = time.monotonic() + request.time_limit
     outcome = found.run()
     if not outcome.books.legal:
         raise InputError("layout", request.pins or "any", no_legal_layout(request), None)
@@ -154,7 +161,9 @@ def plan_of(request: PlanRequest, search: Search | Pools, outcome: Outcome, chos
     gap = max(0.0, 1 - outcome.best_bound / seconds)
     books = outcome.books
     certificate = Certificate(
-        columns_legal=books.legal, cut_by_memory=books.by_memory, cut_by_bound=books.by_bound, cut_by_dominance=0, solved=books.solved,
+        columns_legal=books.legal, cut_by_memory=books.by_memory, cut_by_bound=books.by_bound, cut_by_dominance=books.by_dominance,
+        solved=books.solved,
+        unexplored=books.unexplored,
         best_bound_seconds=outcome.best_bound, fastest_seconds=seconds, gap=gap, proved=gap <= PROVED, proposed_seconds=detail.step_seconds,
         tie=request.tie, objective=request.objective, solver=solver_name(), cuts=books.cuts, space=declared(search),
         pins={str(i): str(w) for i, w in enumerate(search.space.pins)},
@@ -237,7 +246,8 @@ def declared(search: Search | Pools) -> str:
     return (
         f"tp, pp, vpp (to 8), cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp 1 or tp; orders {', '.join(limits.orders)}; ZeRO"
         f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))};"
-        f" uneven stages, each with a layer; recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
+        f" uneven stages, each with a layer, chunks of one rank within a layer of each other;"
+        f" recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
         + ("; every order of the pools, a stage inside one, DualPipe's pairs left out" if search.job.cluster.pools else "")
     )
 

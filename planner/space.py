@@ -129,6 +129,7 @@ class Space:
         self._crossed: dict[tuple[str, bool, int], bool] = {}
         self._counted: dict[tuple[Any, ...], int] = {}
         self._order_memo: dict[Prefix, list[str]] = {}
+        self._stages: dict[tuple[Any, ...], frozenset[int]] = {}
         self._batches: dict[tuple[int, int, int], tuple[Batch, ...]] = {}
         self._allowed: dict[tuple[str, Any], bool] = {}
 
@@ -394,6 +395,17 @@ class Space:
             splits = self._splits(key, prefix)
             self._counted[at] = sum(n for zero, (n, sample) in splits.items() if self._goes(prefix, batch, zero, sample))
         return self._counted[at]
+
+    def stages(self, prefix: Prefix, batch: Batch) -> frozenset[int]:
+        """The ZeRO stages of the columns that complete a core."""
+        if self.excludes_pairs or self.may_offload:
+            return frozenset(s.zero for s in self.columns_of(prefix, batch))
+        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep * prefix.etp)
+        at = (key, batch.schedule)
+        if at not in self._stages:
+            splits = self._splits(key, prefix)
+            self._stages[at] = frozenset(zero for zero, (_, sample) in splits.items() if self._goes(prefix, batch, zero, sample))
+        return self._stages[at]
 
     def _splits(self, key: tuple[Any, ...], prefix: Prefix) -> dict[int, tuple[int, Shard]]:
         """Splits of dp by ZeRO stage: how many are legal, and one of them. They depend on ``key`` alone."""

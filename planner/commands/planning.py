@@ -32,6 +32,7 @@ wish_options = options(
     click.option("--pin", "pins", default="", metavar="KEY=VALUE,...", help="Fix or cap keys of the layout, e.g. tp=8,pp<=4."),
     click.option("--exclude", multiple=True, metavar="KEY=VALUE,...", help="Leave out layouts that have all of these values."),
     click.option("--prove", is_flag=True, help="Go on until the gap is closed (1e-4)."),
+    click.option("--time-limit", type=float, metavar="SECONDS", help="End the search after this long with what it has, the gap said."),
     click.option("--allow-offload", "offload", is_flag=True, help="Optimizer state and activations may live in host memory."),
 )
 top_option = click.option("--top", type=Count(0, 50), default=3, show_default=True, help="Runners-up to show.")
@@ -58,7 +59,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     from planner.screen_measured import show_measured
     from planner.solve import PlanRequest
 
-    wishes = {key: options.pop(key) for key in ("pins", "exclude", "top", "similar", "tie", "prove", "offload")}
+    wishes = {key: options.pop(key) for key in ("pins", "exclude", "top", "similar", "tie", "prove", "offload", "time_limit")}
     goals = {key: options.pop(key) for key in GOALS}
     batch = options.pop("global_batch")
     job = make_job(global_batch=1, **options)
@@ -126,7 +127,7 @@ def sweep(
         raise InputError("sweep", clusters, "needs a cluster, a sequence length and a global batch", "--seq-len 8k")
     if candidates and plot:
         raise InputError("--plot", str(plot), "draws plans, not candidates: leave out --candidates")
-    wishes = {key: options.pop(key) for key in ("pins", "exclude", "prove", "offload")}
+    wishes = {key: options.pop(key) for key in ("pins", "exclude", "prove", "offload", "time_limit")}
     job = make_job(cluster=names[0], gpus=None, seq_len=seq_lens[0], global_batch=batches[0], **options)
     asked = sweeps.Sweep(PlanRequest(job, **wishes), names, gpus, seq_lens, batches, tokens_kept, candidates)
     with screen.progress(screen.console(stderr=True), "sweep") as show:

@@ -224,7 +224,8 @@ def certificate(plan: Plan) -> str:
     c = plan.certificate
     rows: list[tuple[str, object]] = [
         ("legal columns", f"{c.columns_legal:,}"), ("cut by memory", f"{c.cut_by_memory:,}"), ("cut by bound", f"{c.cut_by_bound:,}"),
-        ("cut by dominance", f"{c.cut_by_dominance:,}"), ("solved", f"{c.solved:,}"), ("best bound", f"{c.best_bound_seconds:.6g} s"),
+        ("cut by dominance", f"{c.cut_by_dominance:,}"), ("solved", f"{c.solved:,}"), ("unexplored", f"{c.unexplored:,}"),
+        ("best bound", f"{c.best_bound_seconds:.6g} s"),
         ("fastest", f"{c.fastest_seconds:.6g} s"), ("proposed", f"{c.proposed_seconds:.6g} s (tie {100 * c.tie:g} %)"),
         ("gap", f"{c.gap:.2g}"), ("proved", "yes" if c.proved else "no"), ("objective", c.objective), ("solver", c.solver or "-"),
     ]  # fmt: skip

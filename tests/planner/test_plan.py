@@ -47,7 +47,7 @@ def test_the_same_input_gives_the_same_bytes(plan):
 
 def test_the_certificates_counts_add_up(plan):
     c = plan.certificate
-    assert c.columns_legal == c.cut_by_memory + c.cut_by_bound + c.cut_by_dominance + c.solved
+    assert c.columns_legal == c.cut_by_memory + c.cut_by_bound + c.cut_by_dominance + c.solved + c.unexplored
     assert c.best_bound_seconds <= c.fastest_seconds <= c.proposed_seconds * (1 + 1e-12)
     assert c.gap == pytest.approx(max(0.0, 1 - c.best_bound_seconds / c.fastest_seconds))
     assert c.proved == (c.gap <= 1e-4)

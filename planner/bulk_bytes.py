@@ -1,0 +1,136 @@
+"""Lower bounds on the bytes of ranks for hundreds of thousands of degrees at once: what a layer's states and activations need at least.
+
+The same formulas as ``cost_models.memory`` with arrays for the degrees, under the most sharding that a ZeRO stage allows. What depends on
+the split of data parallelism or on the rank order (gathered buffers, communicators beyond the least) is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.job import Job
+from cost_models.layer_cost import Local
+from cost_models.layers import head_operations, layer_operations
+from cost_models.layout import RecomputeRule
+from cost_models.measured import measured_saved
+from cost_models.overheads import communicators
+from cost_models.recompute import kept_bytes
+from cost_models.state_bytes import states
+from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights
+from planner.bulk import KINDS, Ints, degrees_of
+from planner.rules.core import Limits
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one microbatch by key: ``kept`` key x kind x mode from a layer's forward to its backward; ``beyond``: most that a layer's
+    backward needs beside what is kept (of the kind that needs least); ``tail``: kept by the head; ``loss``: what the loss needs beside
+    it; ``waits`` key x kind between a layer's input-gradient and weight-gradient pass;
+    ``message``: buffers of a pipeline's sends and receives."""
+
+    kept: Floats
+    beyond: Floats
+    tail: Floats
+    loss: Floats
+    waits: Floats
+    message: Floats
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes by prefix: ``state`` (ZeRO stage -> prefix x kind) of a layer, ``embedding`` and ``head`` (ZeRO stage -> prefix) of the ends,
+    all under the most sharding; ``room``: for all that the allocator holds, pipeline messages included."""
+
+    state: dict[int, Floats]
+    embedding: dict[int, Floats]
+    head: dict[int, Floats]
+    room: Floats
+
+
+def slack_of(job: Job) -> float:
+    """Reserved over allocated bytes."""
+    execution = job.execution
+    return execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
+
+
+def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: bool) -> Kept:
+    """What a microbatch needs at least, by key (``bulk.COLUMNS``). ``offload``: activations may live in host memory."""
+    model, number = job.model, len(keys)
+    out = Kept(
+        np.zeros((number, len(model.kinds), len(modes))), np.full(number, np.inf), np.zeros(number), np.zeros(number),
+        np.zeros((number, len(model.kinds))), np.zeros(number),
+    )  # fmt: skip
+    for kind, name in enumerate(KINDS):
+        at = np.flatnonzero(keys[:, 6] == kind)
+        if not len(at):
+            continue
+        degrees = degrees_of(job, keys[at], name)
+        execution = job.execution
+        for k, layer in enumerate(model.kinds):
+            cost = layer_operations(job, degrees, layer)
+            for m, mode in enumerate(modes):
+                each = kept_bytes(cost, mode, degrees.tp, discards_outputs=execution.discards_outputs)
+                each, _ = measured_saved(job, degrees, k, mode, each, cost.saved_bytes)
+                out.kept[at, k, m] = 0.0 if offload else each / (execution.recompute_unit if mode.mode == "full" else 1)
+            if not offload and not job.measured:
+                out.waits[at, k] = cost.retained_bytes if execution.split_backward_keeps_graph else cost.weight_pass_bytes
+            out.beyond[at] = np.minimum(out.beyond[at], cost.transient)
+        head = head_operations(job, degrees)
+        out.tail[at] = 0.0 if offload else head.saved_bytes
+        out.loss[at] = head.transient
+        local = Local(job, degrees)
+        out.message[at] = execution.p2p_buffers * local.split_tokens * model.hidden * local.bytes
+    return out
+
+
+def degrees_of_prefixes(job: Job, prefixes: Ints, shard: Ints) -> Any:
+    """Prefixes (tp, ring, ulysses, ep, etp, cp kind, pp, dp) as degrees, data parallelism sharded ``shard`` ways."""
+    keys = np.concatenate([prefixes[:, :5], np.ones((len(prefixes), 1), np.int64), prefixes[:, 5:6]], axis=1)
+    degrees = degrees_of(job, keys, "ring")
+    degrees.pp, degrees.dp, degrees.dp_shard = prefixes[:, 6], prefixes[:, 7], shard
+    place = degrees.etp * degrees.ep
+    degrees.edp = np.maximum(1, degrees.tp * degrees.cp * degrees.dp // place)
+    degrees.edp_shard = np.maximum(1, degrees.tp * degrees.cp * shard // place)
+    return degrees
+
+
+def states_of(
+    job: Job, prefixes: Ints, shard: Ints, zero: int, *, offload: bool, once: bool = False
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes of states by prefix under a ZeRO stage over ``shard`` ways: (of a layer by kind, of the embedding, of the head). ``once``: a
+    step's only microbatch, during whose backward reduced gradients do not exist yet."""
+    model, execution, number = job.model, job.execution, len(prefixes)
+    degrees = degrees_of_prefixes(job, prefixes, shard)
+    degrees.zero, degrees.offload = zero, ("optimizer",) if offload else ()
+    trained = Holding() if job.frozen or job.lora_rank or job.optimizer == "muon" else None
+
+    def total(weights: tuple[Weight, ...]) -> Floats:
+        held = states(job, degrees, hold(weights, degrees, execution), trained)
+        bytes_: Floats = np.zeros(number) + (held.total - held.gradients if once and zero == 3 else held.total)
+        return bytes_
+
+    layers = np.stack([total(layer_weights(model, layer)) for layer in model.kinds], axis=1)
+    head = total(head_weights(model, shares_embedding=False))
+    if model.tied:
+        head = np.where(prefixes[:, 6] == 1, total(head_weights(model, shares_embedding=True)), head)
+    return layers, total(embedding_weights(model)), head
+
+
+def held_of(job: Job, limits: Limits, prefixes: Ints, *, offload: bool, once: bool = False) -> Held:
+    """What states need at least, by prefix: (tp, ring, ulysses, ep, etp, cp kind, pp, dp). ``offload``: optimizer states may live in
+    host memory; ``once``: as in ``states_of``."""
+    state, first, last = {}, {}, {}
+    for zero in sorted(set(limits.zero) | {0}):
+        state[zero], first[zero], last[zero] = states_of(job, prefixes, prefixes[:, 7], zero, offload=offload, once=once)
+    degrees = degrees_of_prefixes(job, prefixes, prefixes[:, 7])
+    if "allgather" in limits.dispatchers:
+        degrees.dispatcher = "allgather"
+    outside = communicators(job, degrees) + job.cluster.gpu.context_bytes
+    room = (job.limit_bytes - job.execution.workspace_bytes - outside) / slack_of(job)
+    return Held(state, first, last, np.zeros(len(prefixes)) + room)

@@ -1,0 +1,175 @@
+"""Bounds by arrays: what a microbatch takes is what it takes one by one; no layout is done sooner than its class may be."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cost_models.job import Job
+from cost_models.layout import V_SHAPED
+from cost_models.step import estimate
+from planner.bulk_bytes import slack_of
+from planner.columns import units
+from planner.cores import Cores
+from planner.heuristic import even_on_ranks
+from planner.loads import best_loads
+from planner.search import Search
+from planner.shapes import Costs
+from planner.space import Batch, Prefix, Shard, Space, read_wishes
+from tests.planner.jobs import decoder, job
+
+JOBS = {
+    "dense": ("llama-3-8b", "h100-sxm:2x8", 4096, 64, "axisplan"),
+    "dense in megatron": ("llama-3-8b", "h100-sxm:2x8", 4096, 64, "megatron"),
+    "dense in torchtitan": ("llama-3-8b", "h100-sxm:1x8", 8192, 64, "torchtitan"),
+    "experts": ("qwen3-30b-a3b", "h100-sxm:2x8", 4096, 64, "axisplan"),
+    "dense layers first": ("deepseek-v3", "h800-sxm:8x8", 4096, 256, "axisplan"),
+    "dense layers first in megatron": ("deepseek-v3", "h800-sxm:8x8", 4096, 256, "megatron"),
+    "two kinds of attention": ("gemma-2-9b", "h100-sxm:1x8", 8192, 64, "axisplan"),
+    "experts in deepspeed": ("mixtral-8x7b", "a100-sxm:4x8", 4096, 64, "deepspeed"),
+}
+
+
+def made(name: str) -> Job:
+    return job(*JOBS[name])
+
+
+def cores_of(j: Job) -> tuple[Search, Cores]:
+    search = Search(j, Space(j))
+    return search, Cores(search.rows, np.arange(len(search.rows)), search.store)
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "dense layers first"])
+def test_passes_by_arrays_are_those_of_the_estimate(name: str) -> None:
+    j = made(name)
+    search, cores = cores_of(j)
+    rows = search.rows
+    for i in random.Random(0).sample(range(len(rows)), 12):
+        row = rows[i]
+        layout = search.space.layout(row.prefix, row.batches[0], Shard(1, row.prefix.dp, 1, "tp-cp-dp-pp", "alltoall"))
+        one, many = units(j, layout, search.modes), cores.passes(np.array([i]))
+        assert many.f[0] == pytest.approx(one.f, rel=1e-9)
+        assert many.w[0] == pytest.approx(one.w, rel=1e-9)
+        assert many.b[0] == pytest.approx(one.b, rel=1e-9)
+        assert many.embedding[0] == pytest.approx(one.embedding, rel=1e-9)
+
+
+def uneven(rng: random.Random, layers: int, schedule: str, pp: int, vpp: int) -> tuple[int, ...] | None:
+    """A split of the declared space: loads near even, the chunks of a rank within one layer."""
+    chunks = pp * vpp
+    loads = [layers // pp + (r < layers % pp) for r in range(pp)]
+    for _ in range(rng.choice([0, 1, 2, 5]) if pp > 1 else 0):
+        a, b = rng.sample(range(pp), 2)
+        loads[a], loads[b] = loads[a] - 1, loads[b] + 1
+    if min(loads) < vpp:
+        return None
+    out = [0] * chunks
+    for rank, load in enumerate(loads):
+        held = [rank, 2 * pp - 1 - rank] if schedule in V_SHAPED else [rank + k * pp for k in range(vpp)]
+        more = set(rng.sample(range(vpp), load % vpp))
+        for place, chunk in enumerate(held):
+            out[chunk] = load // vpp + (place in more)
+    return tuple(out)
+
+
+def drawn(search: Search, rng: random.Random) -> tuple[Prefix, Batch, Shard, str, tuple[int, ...]] | None:
+    """A random layout of the declared space, recompute included."""
+    space, layers = search.space, search.job.model.num_layers
+    prefix = rng.choice(space.prefixes)
+    batch = rng.choice(space.batches(prefix.tp, prefix.cp, prefix.pp, prefix.dp))
+    shards = space.columns_of(prefix, batch)
+    stages = uneven(rng, layers, batch.schedule, prefix.pp, batch.vpp)
+    if not shards or stages is None:
+        return None
+    mode = rng.choice(search.modes)
+    text = f"{mode.mode}({','.join(mode.modules)})" if mode.modules else mode.mode
+    if text != "none" and space.limits.recompute == "layer" and rng.random() < 0.5:
+        text = f"0-{rng.randrange(layers)}:{text}"
+    return prefix, batch, rng.choice(shards), text, stages if prefix.pp > 1 else ()
+
+
+def no_class_is_slower_than_its_layouts(name: str, number: int, seed: int) -> None:
+    """In memory that a random layout just fills, its class may be done in its time."""
+    j = made(name)
+    search, cores = cores_of(j)
+    rows, rng = search.rows, random.Random(seed)
+    at = {(rows.prefixes[rows.at[i]], int(rows.table[i, 5])): i for i in range(len(rows))}
+    room, once, checked = rows.held.room, rows.held_once, 0
+    while checked < number:
+        found = drawn(search, rng)
+        if found is None:
+            continue
+        prefix, batch, shard, recompute, stages = found
+        cost = estimate(j, search.space.layout(prefix, batch, shard, stages, recompute))
+        need = max(s.needed for s in cost.memory) * (1 + 1e-9)
+        for name_of, held in (("held", rows.held), ("held_once", once)):
+            rows.__dict__[name_of] = replace(held, room=room + (need - j.limit_bytes) / slack_of(j))
+        key = (batch.schedule, prefix.pp, batch.vpp, batch.microbatches)
+        costs = cores.costs(np.array([at[prefix, batch.micro_batch]]), key, shard.zero, np.array([shard.dp_shard]))
+        seconds = np.array([search.pipeline(cost.step_seconds) * (1 + 1e-9)])
+        which = f"{prefix} {batch} {shard} {recompute} {stages}"
+        assert len(cores.glance(key, np.array([at[prefix, batch.micro_batch]]), float(seconds[0]))), which
+        assert cores.shape(key).holds(costs, seconds, j.model.num_layers, memory=True)[0], which
+        checked += 1
+
+
+@pytest.mark.parametrize("name", sorted(JOBS))
+def test_a_class_may_be_done_in_the_time_of_each_of_its_layouts(name: str) -> None:
+    no_class_is_slower_than_its_layouts(name, 12, 0)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", sorted(JOBS))
+def test_a_class_may_be_done_in_the_time_of_five_hundred_of_its_layouts(name: str) -> None:
+    no_class_is_slower_than_its_layouts(name, 500, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "tight"), [("interleaved", 2, 0.0), ("zb-v", 2, 0.0), ("dualpipe-v", 2, 0.0), ("interleaved", 3, 0.9)]
+)
+def test_loads_of_a_column_are_the_best_of_all_splits_of_the_declared_space(schedule: str, vpp: int, tight: float) -> None:
+    from tests.planner.enumeration import compositions
+
+    j = job(decoder(layers=9, hidden=512, heads=4, width=2048, vocab=16384, head_dim=64), "h100-sxm:1x2", 2048, 16, margin=0.0)
+    wishes = f"pp=2,vpp={vpp},schedule={schedule},micro_batch=2,order=tp-cp-dp-pp,cp=1"
+    search = Search(j, Space(j, read_wishes(wishes)))
+    row = search.rows[0]
+    shard = search.space.columns_of(row.prefix, row.batches[0])[0]
+    column, fitting = search.column(row.prefix, row.batches[0], shard)
+    some = [s for s in compositions(9, column.chunks) if even_on_ranks(column.paths.ranks, s)]
+    plain = [[tuple(tuple(n if m == 0 else 0 for m in range(len(search.modes))) for n in [size]) for size in s] for s in some]
+    if tight:
+        need = min(
+            max(fitting.needed(r, _spans(s, fitting.held(r)), [m[c] for c in fitting.held(r)]) for r in range(2))
+            for s, m in zip(some, plain, strict=True)
+        )
+        j = replace(j, memory_limit_bytes=need * tight)
+        search = Search(j, Space(j, read_wishes(wishes)))
+        column, fitting = search.column(row.prefix, row.batches[0], shard)
+    cores = Cores(search.rows, np.arange(1), search.store)
+    one = next(
+        c
+        for _, c in cores.within((schedule, 2, vpp, row.microbatches), np.arange(1), 1e3)
+        if (c.zero, c.shard) == (shard.zero, shard.dp_shard)
+    )
+    exact: Costs = cores.exact(one, column)
+    found = best_loads(column, fitting, search.policies(row.batches[0], row.prefix), cores.shape(one.key), exact, 1e3, 1e-6, 500)
+    assert found is not None and found[0] is not None
+    best = min(_seconds(column, fitting, s, m) for s, m in zip(some, plain, strict=True))
+    assert found[1] <= found[0].seconds * (1 + 1e-9)
+    if tight:
+        assert fitting.fits(found[0].stages, found[0].mixes) and found[0].seconds > best
+    else:
+        assert found[0].seconds == pytest.approx(best, rel=1e-6)
+        assert found[1] == pytest.approx(best, rel=1e-3)
+
+
+def _spans(stages: tuple[int, ...], held: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(sum(stages[:c]), sum(stages[: c + 1])) for c in held]
+
+
+def _seconds(column: object, fitting: object, stages: tuple[int, ...], mixes: list[object]) -> float:
+    return column.step(column.simulate(mixes).seconds)  # type: ignore[attr-defined]
