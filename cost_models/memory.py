@@ -129,7 +129,8 @@ def peak(layout: Layout, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapsh
     temporary += fixed.lasting
     if fixed.update > activations + temporary:
         return Peak(0.0, fixed.update, "optimizer step", away)
-    return Peak(activations, temporary, moment, away)
+    below = min(0.0, temporary)  # the moment holds less than the steady gradients: told of the activations, no category is negative
+    return Peak(activations + below, temporary - below, moment, away)
 
 
 ZERO_BUBBLE = ("zb-h1", "zb-h2", "zb-v")

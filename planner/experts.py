@@ -253,7 +253,7 @@ def _program(
         program += pulp.lpSum(x[e, c, n] for e in range(experts) for c in counts) == slots, f"slots_{n}"
         program += pulp.lpSum(loads[e] / c * x[e, c, n] for e in range(experts) for c in counts) <= z, f"most_loaded_{n}"
     status = run(program, nodes=20000)
-    if status is None:
+    if status not in ("optimal", "feasible"):
         return None
     bound = bound_of(program)
     ranks = [[e for e in range(experts) if any(x[e, c, n].value() and x[e, c, n].value() > 0.5 for c in counts)] for n in range(ep)]

@@ -83,6 +83,8 @@ class Program:
         self.z = pulp.LpVariable("z", lowBound=0)
         self.model += self.z
         self.cuts = 0
+        self.stopped = False
+        """Whether a node limit ended the last solution without an answer: nothing is known then beyond the bounds before."""
         for number, block in enumerate(self.blocks):
             self._variables(number, block)
         self.one_column()
@@ -201,6 +203,9 @@ class Program:
             if status is None:
                 if best is not None:
                     best.bound = best.seconds
+                return best
+            if status == "unknown":
+                self.stopped = True
                 return best
             bound = max(bound, bound_of(self.model) * self.scale)
             block = next(b for b in self.blocks if b.chosen.value() > 0.5)

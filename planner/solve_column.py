@@ -106,7 +106,7 @@ def _solve(
     program = Program([Block(column, fitting, policy, patterns)], bar)
     answer = program.solve(floor=bound, nodes=2000, rounds=60 if gap <= PROVED else 6)
     if answer is None:
-        return Result(start, max(bound, bar), programs=1, cuts=program.cuts)
+        return Result(start, bound if program.stopped else max(bound, bar), programs=1, cuts=program.cuts)
     if start is not None and start.seconds < answer.seconds:
         answer = Answer(start.seconds, start.stages, start.mixes, column, min(answer.bound, start.seconds))
     return Result(answer, max(bound, answer.bound), programs=1, cuts=program.cuts)

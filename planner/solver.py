@@ -10,7 +10,8 @@ from typing import Any
 
 
 def run(program: Any, *, nodes: int = 1_000_000, backend: str = "") -> str | None:
-    """Solve a PuLP program. Returns "optimal", "feasible" (a node limit ended it with an answer), or None (infeasible, or no answer).
+    """Solve a PuLP program. Returns "optimal", "feasible" (a node limit ended it with an answer), "unknown" (ended without one), or None
+    (infeasible).
 
     ``backend``: "highs" or "cbc"; empty picks HiGHS where it is installed. Under CBC a bound exists only when it says optimal.
     """
@@ -27,7 +28,7 @@ def run(program: Any, *, nodes: int = 1_000_000, backend: str = "") -> str | Non
         except KeyError:
             return _stopped(program)
     if pulp.LpStatus[status] != "Optimal":
-        return None
+        return None if pulp.LpStatus[status] == "Infeasible" else "unknown"
     if chosen == "highs":
         model = getattr(program, "solverModel", None)
         if model is not None and "Optimal" not in str(model.modelStatusToString(model.getModelStatus())):
@@ -35,13 +36,13 @@ def run(program: Any, *, nodes: int = 1_000_000, backend: str = "") -> str | Non
     return "optimal" if program.sol_status == pulp.LpSolutionOptimal else "feasible"
 
 
-def _stopped(program: Any) -> str | None:
+def _stopped(program: Any) -> str:
     """A node limit ended HiGHS, which PuLP has no word for: its answer, if it has one, is read here."""
     import highspy
 
     model = program.solverModel
     if model.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return None
+        return "unknown"
     values = list(model.getSolution().col_value)
     for variable in program.variables():
         variable.varValue = values[variable.index]

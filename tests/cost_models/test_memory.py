@@ -75,6 +75,16 @@ def test_categories_add_up_and_figures_are_ordered() -> None:
         assert stage.needed == stage.device
 
 
+def test_no_category_is_negative_where_a_moment_holds_less_than_the_steady_gradients() -> None:
+    for precision in ("fp32", "bf16"):
+        job = Job(load_model("llama-tiny"), load_cluster("cpu:1x4"), load_execution("axisplan"), 128, 16, precision)
+        for text in ("dp_replicate=2,dp_shard=2,zero=3,micro_batch=4", "dp_shard=4,zero=3", "dp_shard=4,zero=2,micro_batch=2"):
+            (stage,) = stage_memory(job, Layout.parse(text, 4))
+            parts = (stage.parameters, stage.gradients, stage.optimizer, stage.activations, stage.temporary)
+            assert min(parts) >= 0, (precision, text)
+            assert sum(parts) == pytest.approx(stage.peak_allocated, rel=1e-12)
+
+
 @pytest.mark.parametrize(("pp", "batch", "in_flight"), [(4, 256, (4, 3, 2, 1)), (4, 8, (1, 1, 1, 1)), (4, 16, (2, 2, 2, 1))])
 def test_1f1b_keeps_min_of_microbatches_and_stages_left(pp: int, batch: int, in_flight: tuple[int, ...]) -> None:
     work = job(batch=batch)

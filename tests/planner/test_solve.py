@@ -5,21 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pulp
 import pytest
 
 from cost_models.job import Job
 from cost_models.layout import even_split
 from cost_models.memory import stage_memory
 from cost_models.step import estimate
-from planner.columns import Column, PathStore, modes_of
+from planner.columns import Column, PathStore, modes_of, prefix_counts
 from planner.fitting import Fitting
 from planner.legality import violations
 from planner.plan import Plan
 from planner.search import Search
 from planner.solve import PlanRequest, solve
+from planner.solve_column import solve_column
+from planner.solver import run
 from planner.space import Space, read_wishes
 from profiles.errors import DoesNotFit
-from tests.planner.enumeration import exhaustive, monolithic, small_job
+from tests.planner.enumeration import columns, exhaustive, monolithic, small_job
 from tests.planner.jobs import job
 
 
@@ -215,3 +218,31 @@ def test_pins_and_exclusions_are_honoured_and_plans_are_the_same_bytes() -> None
     assert isinstance(first, Plan)
     other = solve(PlanRequest(j, pins="tp<=2", exclude=("pp=1", "tp=2,pp=2")))
     assert other.layout["pp"] > 1 and (other.layout["tp"], other.layout["pp"]) != (2, 2)
+
+
+def test_a_solver_that_ran_out_of_nodes_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an answer in its nodes a column's bound stays what was known before: no better than the best of the column."""
+    checked = 0
+    for column, fitting, some in columns(small_job(6)):
+        if column.chunks < 2:
+            continue
+        totals = prefix_counts(column.job)[-1]
+        best = solve_column(column, fitting, some, float("inf"), 0.0, totals)
+        with monkeypatch.context() as patch:
+            patch.setattr("planner.solver.run", lambda *_, **__: "unknown")
+            stopped = solve_column(column, fitting, some, float("inf"), 0.0, totals)
+        if best.answer is None or not best.programs:
+            continue
+        checked += 1
+        assert stopped.bound <= best.answer.seconds * (1 + 1e-9)
+        if checked == 6:
+            break
+    assert checked
+
+
+def test_an_impossible_program_is_told_from_one_that_is_not_finished() -> None:
+    impossible = pulp.LpProblem("impossible", pulp.LpMinimize)
+    x = pulp.LpVariable("x", cat="Binary")
+    impossible += x
+    impossible += x >= 2
+    assert run(impossible, nodes=10) is None
