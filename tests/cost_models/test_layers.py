@@ -224,7 +224,7 @@ def routed(one: LayerCost) -> dict[str, float]:
 
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_routed_activations_do_not_depend_on_expert_parallelism_and_weights_fall_with_it(ep: int) -> None:
-    """NVIDIA/Megatron-LM PR#6782: EP ranks exchange tokens, they do not remove them."""
+    """Case A06, NVIDIA/Megatron-LM PR#6782: EP ranks exchange tokens, they do not remove them."""
     balanced = job(MOE, moe_imbalance=1.0)
     base, here = (layer_operations(balanced, Layout(ep=e, dp_shard=8), MOE.layer(0)) for e in (1, ep))
     assert routed(base) == routed(here)
@@ -352,7 +352,7 @@ def test_an_mtp_module_is_a_layer_a_projection_and_a_head() -> None:
 
 @pytest.mark.parametrize(("tokens", "gib"), [(9216, 2.61), (103756, 29.39), (205280, 58.14)])
 def test_fp32_logits_are_tokens_by_vocabulary_over_tp_by_4_bytes(tokens: int, gib: float) -> None:
-    """THUDM/slime#1951: vocabulary 152,064 at TP 2."""
+    """Case A17, THUDM/slime#1951: vocabulary 152,064 at TP 2."""
     model = uniform("q", load_model("llama-3.1-8b").layer(0), 2, hidden=4096, vocab=152064)
     fp32 = Execution(logit_saved_bytes=4, logit_peak_bytes=4)
     head = head_operations(job(model, fp32, seq_len=tokens), Layout(tp=2, sp=True))

@@ -56,7 +56,7 @@ def test_weights_add_up_to_the_models_parameters(name: str) -> None:
 
 
 def test_attention_and_shared_experts_follow_tp_and_routed_experts_etp_times_ep() -> None:
-    """Megatron-LM#4050: three buckets, not all by TP."""
+    """Case A05, Megatron-LM#4050: three buckets, not all by TP."""
     model = load_model("qwen3-30b-a3b")
     held = {
         text: hold(layer_weights(model, model.layer(0)), Layout.parse(text, 8), Execution())
@@ -105,14 +105,14 @@ def test_zero_stages_hold_what_the_paper_says(stage: int, expected: float) -> No
 
 
 def test_zero_2_of_deepspeed_is_11_28_gib_with_fp32_gradients_and_9_96_without() -> None:
-    """DeepSpeed PR#5099: 2,851 M parameters, 8 GPUs."""
+    """Case A09, DeepSpeed PR#5099: 2,851 M parameters, 8 GPUs."""
     for extra, gib in ((4.0, 11.28), (0.0, 9.96)):
         execution = load_execution("deepspeed").with_(optimizer_gradient_bytes=extra)
         assert 2851e6 * bytes_per_parameter(execution, "fp16", "adamw", 2, 8) / GIB == pytest.approx(gib, abs=0.01)
 
 
 def test_zero_3_estimates_are_model_states_alone_in_gib() -> None:
-    """DeepSpeed#4527: 6,805 M parameters, largest layer 131 M, 4 GPUs: 29.01, 3.66 with the optimizer offloaded, 0.49 with both."""
+    """Case A08, DeepSpeed#4527: 6,805 M parameters, largest layer 131 M, 4 GPUs: 29.01, 3.66 with the optimizer offloaded, 0.49 with both."""
     execution = load_execution("deepspeed")
     gathered = 131e6 * (execution.gather_bytes + execution.gradient_bytes)
     for offload, gib in (((), 29.01), (("optimizer",), 3.66), (("optimizer", "parameters"), 0.49)):
@@ -121,13 +121,13 @@ def test_zero_3_estimates_are_model_states_alone_in_gib() -> None:
 
 
 def test_megatrons_weights_and_optimizer_are_46_983_mib_for_4_1055_b_parameters_at_dp_2() -> None:
-    """FlagScale PR#454: 6 + 12/2 bytes."""
+    """Case A26, FlagScale PR#454: 6 + 12/2 bytes."""
     each = bytes_per_parameter(load_execution("megatron"), "bf16", "adamw", 1, 2)
     assert 4.1055e9 * each / 2**20 == pytest.approx(46_983, abs=2)
 
 
 def test_optimizer_state_is_divided_by_data_parallelism_under_the_distributed_optimizer() -> None:
-    """aicb PR#36: TP 8, 32 GPUs, DP 4."""
+    """Case A27, aicb PR#36: TP 8, 32 GPUs, DP 4."""
     work = job("llama-2-7b")
     whole, sharded = (stage_states(work, Layout.parse(f"tp=8,zero={z}", 32), 0) for z in (0, 1))
     assert sharded.optimizer * 4 == whole.optimizer
