@@ -91,6 +91,16 @@ def test_tokens_an_expert_are_what_the_grouped_product_is_given() -> None:
         assert op.tokens / op.groups == seq_len * 2 / 2
 
 
+@pytest.mark.parametrize("gpu", ["a100-sxm", "h100-sxm", "b200", "gb300-nvl72", "mi300x"])
+def test_few_tokens_an_expert_make_slow_products_and_three_times_the_tokens_are_not_three_times_the_time(gpu: str) -> None:
+    profile = load_cluster(gpu).gpu
+    times = [float(profile.seconds(GroupedMatmul(n, 4096, 4096, 8, "bf16"))) for n in (256, 768, 2304, 65536, 3 * 65536)]
+    rates = [n / t for n, t in zip((256, 768, 2304, 65536, 3 * 65536), times, strict=True)]
+    assert rates == sorted(rates)
+    assert times[1] < 1.5 * times[0]
+    assert times[4] == pytest.approx(3 * times[3], rel=0.05)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_expert_parallelism_does_not_fix_how_attention_is_parallelised(tp: int) -> None:
     one = cost(model(), Layout(tp=tp, sp=tp > 1, ep=4, dp_shard=4))
