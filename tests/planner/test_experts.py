@@ -143,24 +143,24 @@ def test_a_histogram_costs_a_layout_what_its_own_ep_is_worth():
     assert "moe_imbalance: the default, no histogram given" not in estimate(routed, Layout(ep=4, dp_shard=4)).guessed
 
 
-def test_a_plan_with_a_histogram_avoids_the_degree_that_it_makes_slow(tmp_path, invoke):
-    """All tokens go to the first two of eight experts: expert parallelism would leave ranks idle."""
+def test_a_plan_with_a_histogram_is_slower_where_the_histogram_is_skewed_and_says_by_how_much(tmp_path, invoke):
+    """All tokens go to the first 32 of 128 experts: expert parallelism leaves ranks idle."""
     file = tmp_path / "routing.json"
-    base = ["plan", "mixtral-8x7b", "--cluster", "h100-sxm:2x8", "--seq-len", "4k", "--global-batch", "64", "--top", "0", "--json"]
+    base = ["plan", "qwen3-30b-a3b", "--cluster", "h100-sxm:2x8", "--seq-len", "4k", "--global-batch", "64", "--top", "0", "--json"]
 
     def planned(*more: str) -> dict:
-        code, out, err = invoke(*base, "--pin", "tp=1,pp=1,cp=1", *more)
+        code, out, err = invoke(*base, "--pin", "tp=1,pp=1,cp=1,ep>=2", *more)
         assert code == 0, err
         return json.loads(out)
 
-    file.write_text(json.dumps([1] * 8), encoding="utf-8")
+    file.write_text(json.dumps([1] * 128), encoding="utf-8")
     even = planned("--routing", str(file))
     assert even["layout"]["ep"] > 1
     assert even["estimate"]["step_seconds"] == pytest.approx(planned("--moe-imbalance", "1")["estimate"]["step_seconds"])
     assert "1.00 times the mean" in even["certificate"]["notes"][-1]
-    file.write_text(json.dumps([4, 4, 0, 0, 0, 0, 0, 0]), encoding="utf-8")
+    file.write_text(json.dumps([4] * 32 + [0] * 96), encoding="utf-8")
     skewed = planned("--routing", str(file))
-    assert skewed["job_settings"]["routing"] == [[1, 1.0], [2, 2.0], [4, 4.0], [8, 4.0]]
+    assert skewed["job_settings"]["routing"] == [[1, 1.0], [2, 2.0], *[[ep, 4.0] for ep in (4, 8, 16, 32, 64, 128)]]
     assert skewed["estimate"]["step_seconds"] > even["estimate"]["step_seconds"]
     code, _, err = invoke(*base, "--routing", str(file), "--moe-imbalance", "1.2")
     assert code == 2 and "--moe-imbalance" in err
