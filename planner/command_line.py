@@ -89,7 +89,15 @@ class WithExample:
 
 
 class Examples(WithExample, click.Command):
-    """A command whose help ends with an example."""
+    """A command whose help ends with an example. An empty name of a file is refused: to ``pathlib`` it would be this folder."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        paths = {name for p in self.params if isinstance(p.type, click.Path) for name in p.opts if name.startswith("-")}
+        for before, word in zip(["", *args], args, strict=False):
+            name = before if word == "" else word.removesuffix("=") if word.endswith("=") else ""
+            if name in paths:
+                raise InputError(name, "", "names a file or a folder")
+        return super().parse_args(ctx, args)
 
 
 class Commands(WithExample, click.Group):

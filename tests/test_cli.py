@@ -66,6 +66,8 @@ def test_version_is_the_one_of_the_package(invoke):
         (["explain", "no-such-file.json"], 2, "no-such-file.json"),
         (["plan", *JOB, "--no-such-option"], 2, "--no-such-option"),
         (["plan", *JOB[:4]], 2, "--seq-len"),
+        (["plan", *JOB, "--out", ""], 2, "--out"),
+        (["profile", "gpu", "--plot="], 2, "--plot"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_that_names_it(invoke, arguments, code, words):
