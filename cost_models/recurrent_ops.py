@@ -73,7 +73,8 @@ def linear_attention_operations(
         b.keep("step_sizes", 8 * tokens * value_heads)
     b.keep("convolution_output", tokens * mixed * size)
     b.keep("gate", tokens * value * size)
-    _chunked_scan(b, "scan", tokens, value_heads, mixer.key_dim, value_heads, mixer.value_dim, CHUNK[mixer.form])
+    delta = mixer.form == "gated_delta"
+    _chunked_scan(b, "scan", tokens, value_heads, mixer.key_dim, value_heads, mixer.value_dim, CHUNK[mixer.form], delta=delta)
     _exchange(b, mixed, value)
     b.keep("scan_output", tokens * value * size)
     b.pointwise("scan_gate", 4 * tokens * value * size, 6 * tokens * value * size)
@@ -90,16 +91,27 @@ def _exchange(b: Builder, entering: Number, leaving: Number) -> None:
         b.collective(phase, "all_to_all", "cp", tokens * leaving * size, "scan_exchange")
 
 
-def _chunked_scan(b: Builder, name: str, tokens: Number, groups: Number, state: int, heads: Number, width: int, chunk: int) -> None:
-    """Within chunks: C B^T per group and its product with the values per head (causal half); between: states in and out."""
+def _chunked_scan(
+    b: Builder, name: str, tokens: Number, groups: Number, state: int, heads: Number, width: int, chunk: int, *, delta: bool = False
+) -> None:
+    """Within chunks: C B^T per group and its product with the values per head (causal half); between: states in and out. The
+    ``delta`` rule corrects what it writes: K K^T, its triangular inverse applied to keys and values, and the corrected keys' read of the
+    state (the UT transform of arXiv:2412.06464, section 3.3)."""
     local = b.local
     chunks = tokens / chunk
-    products = (
+    products: tuple[Matmul, ...] = (
         Matmul(chunk, chunk / 2, state, local.dtype, chunks * groups, name),
         Matmul(chunk, width, chunk / 2, local.dtype, chunks * heads, name),
         Matmul(state, width, chunk, local.dtype, chunks * heads, name),
         Matmul(chunk, width, state, local.dtype, chunks * heads, name),
     )
+    if delta:
+        products += (
+            Matmul(chunk, chunk / 2, state, local.dtype, chunks * heads, name),
+            Matmul(chunk, state, chunk / 2, local.dtype, chunks * heads, name),
+            Matmul(chunk, width, chunk / 2, local.dtype, chunks * heads, name),
+            Matmul(chunk, width, state, local.dtype, chunks * heads, name),
+        )
     traffic = tokens * (2 * groups * state + 2 * heads * width) * local.bytes
     b.only_forward(*products, Pointwise(traffic, 3, name))
     b.only_backward_input(*products, *products, Pointwise(3 * traffic, 5, name))

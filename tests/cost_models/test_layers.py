@@ -417,3 +417,33 @@ def test_arrays_of_degrees_cost_what_each_layout_costs(name: str) -> None:
                     for c, d, p in ((many, arrays, place), (one, layout, 0))
                 ]  # fmt: skip
                 assert moved[0] == pytest.approx(moved[1])
+
+
+def test_a_state_space_scan_does_the_four_products_of_the_chunked_algorithm() -> None:
+    """Mamba-2, arXiv:2405.21060, section 6: BMM(T/Q, Q, Q, N) and BMM(T/Q, Q, P, Q), of which causality leaves half, BMM(T/Q, N, P, Q) and
+    BMM(T/Q, Q, P, N); the projections beside them are 2 FLOPs a weight and token, of all but convolution, scalars and norms."""
+    mixer = StateSpace(heads=64, head_dim=64, state=128, groups=8)
+    model = uniform("m", Layer(mixer=mixer, norms=1), 2, hidden=2048, vocab=32000)
+    work = job(model, seq_len=4096)
+    cost = layer_operations(work, Layout(), model.kinds[0])
+    scan = sum(op.flops for op in cost.forward if isinstance(op, Matmul) and op.name == "scan")
+    heads, width, state, chunk = 64, 64, 128, 256
+    assert scan / 4096 == chunk * state * 8 + chunk * width * heads + 4 * state * width * heads
+    linear = sum(op.flops for op in cost.forward if isinstance(op, Matmul) and op.name != "scan")
+    weights = sum(w.elements for w in layer_weights(model, model.kinds[0]) if w.linear)
+    assert linear / 4096 == 2 * weights
+
+
+def test_the_gated_delta_rule_does_the_products_of_its_chunked_form() -> None:
+    """arXiv:2412.06464, section 3.3: as linear attention, and K K^T, the inverse times K and times V (causal halves), and the corrected
+    keys' read of the state."""
+    mixer = LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    model = uniform("d", Layer(mixer=mixer, norms=1), 2, hidden=2048, vocab=32000)
+    cost = layer_operations(job(model, seq_len=4096), Layout(), model.kinds[0])
+    scan = sum(op.flops for op in cost.forward if isinstance(op, Matmul) and op.name == "scan")
+    key = value = 128
+    linear = 64 * (key + value) + 4 * key * value
+    correction = 64 * (2 * key + value) + 2 * key * value
+    assert scan / 4096 == 32 * (linear + correction)
+    again = sum(op.flops for op in cost.backward_input if isinstance(op, Matmul) and op.name == "scan")
+    assert again == 2 * scan
