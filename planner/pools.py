@@ -288,7 +288,9 @@ def search_pools(
             sum((entry, shard) in search.splits for shard in search._likely(entry)) if entry in {k[0] for k in search.splits} else 0
         )
         books.solved += done
-        books.by_bound += entry.columns - done
+        left = entry.columns - done
+        books.by_bound += left if entry.bound >= best else 0
+        books.unexplored += 0 if entry.bound >= best else left
         books.weakest = min(books.weakest, entry.bound)
     winner = min(searches, key=lambda s: min((x[0] for x in s.rated.values()), default=float("inf")))
     found = winner.found()
