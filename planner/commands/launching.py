@@ -224,23 +224,37 @@ def run(
 @click.option(
     "--config", type=click.Path(path_type=Path, dir_okay=False), help="A Hugging Face config.json to lay beside the weights."
 )
+@click.option(
+    "--base", type=click.Path(path_type=Path, file_okay=False), help="Where some parts were frozen: the folder to take them from."
+)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
-def export(checkpoint: Path, dtype: str, config: Path | None, out: Path) -> None:
-    """A run's CHECKPOINT (or the last one of a run's folder) as Hugging Face safetensors, in one process."""
+def export(checkpoint: Path, dtype: str, config: Path | None, base: Path | None, out: Path) -> None:
+    """A run's CHECKPOINT (or the last one of a run's folder) as Hugging Face safetensors, in one process; LoRA adapters as PEFT's files."""
     import torch
 
     from cost_models.checkpoints import export_bytes
+    from planner.runtime.adapter_files import export_adapters, trained_of
     from planner.runtime.checkpoint import find, read_facts
     from planner.runtime.weights import export as write
     from planner.screen import gib
     from profiles.model import ModelSpec
 
     path = find(checkpoint)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    trained = trained_of(path)
+    if trained.get("lora_rank"):
+        for file in export_adapters(path, out, kind):
+            click.echo(file)
+        return
+    if trained.get("frozen") and base is None:
+        raise InputError(
+            "--base", "none", f"the run trained all but {', '.join(trained['frozen'])}; name the folder that it started from"
+        )
     needed = export_bytes(ModelSpec.model_validate(read_facts(path)["model"]))
     click.echo(f"reading {path}; at most {gib(needed)} of host memory", err=True)
     if config is not None and not config.is_file():
         raise InputError("--config", config, "is not a file")
-    for file in write(path, out, {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype], config):
+    for file in write(path, out, kind, config, base=base):
         click.echo(file)
 
 

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ class Folder:
                 return prefix + name
         raise InputError("weights", self.path, f"has no tensor {name}")
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors, as stored."""
+        return sorted(self._tensors)
+
+    def whole(self, stored: str) -> Tensor:
+        """A tensor by its stored name."""
+        found: Tensor = self._tensors[stored].get_tensor(stored)
+        return found
+
     def slice(self, name: str, box: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
         """``box`` of a stored tensor, whose whole shape must be ``shape``."""
         stored = self.find(name)
@@ -152,11 +163,13 @@ def later_layers(model: ModelSpec) -> tuple[str, ...]:
 
 
 def export(
-    path: Path, out: Path, dtype: torch.dtype = torch.bfloat16, config: Path | None = None, shard_bytes: int = SHARD_BYTES
+    path: Path, out: Path, dtype: torch.dtype = torch.bfloat16, config: Path | None = None, shard_bytes: int = SHARD_BYTES,
+    base: Path | None = None,
 ) -> list[Path]:  # fmt: skip
     """Write the checkpoint at ``path`` as Hugging Face safetensors under ``out``; returns the files.
 
-    ``config``: a config.json to lay beside them. One process, without torch.distributed.
+    ``config``: a config.json to lay beside them; ``base``: the folder that what was not trained is taken from. One process, without
+    torch.distributed.
     """
     from safetensors.torch import save_file
 
@@ -175,7 +188,7 @@ def export(
         index.update(dict.fromkeys(held, name))
         held, size = {}, 0
 
-    for name, tensor in _tensors(path, model):
+    for name, tensor in chain(_tensors(path, model), () if base is None else _untrained(path, model, Folder(base))):
         wanted = tensor.to(dtype if tensor.is_floating_point() and "e_score" not in name else tensor.dtype).contiguous()
         held[name], size, total = wanted, size + wanted.nbytes, total + wanted.nbytes
         if size >= shard_bytes:
@@ -186,6 +199,14 @@ def export(
     if config is not None:
         shutil.copyfile(config, out / "config.json")
     return files
+
+
+def _untrained(path: Path, model: ModelSpec, base: Folder) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder that a checkpoint does not hold, under their own names."""
+    held = {place(model.family, name.partition("/")[2]).name for name in checkpoint.shapes(path)}
+    for stored in base.names:
+        if re.sub(r"experts\.\d+\.", "experts.{expert}.", stored).removeprefix("model.").removeprefix("transformer.") not in held:
+            yield stored, base.whole(stored)
 
 
 def _tensors(path: Path, model: ModelSpec) -> Iterator[tuple[str, Tensor]]:

@@ -213,9 +213,9 @@ def _trainer_and_data(
     return trainer, Synthetic(trainer.model.vocab, trainer.settings.seq_len)
 
 
-def _from_folder(folder: str, layout: str, batch: int) -> Trainer:
+def _from_folder(folder: str, layout: str, batch: int, more: dict[str, Any] | None = None) -> Trainer:
     model = load_model(str(Path(folder) / "config.json"))
-    settings = TrainSettings(seq_len=16, global_batch=batch, precision="fp32")
+    settings = TrainSettings.model_validate({"seq_len": 16, "global_batch": batch, "precision": "fp32", **(more or {})})
     trainer = Trainer(model, Layout.parse(layout, dist.get_world_size()), settings, CPU)
     weights.load(trainer, Path(folder))
     return trainer
@@ -224,6 +224,20 @@ def _from_folder(folder: str, layout: str, batch: int) -> Trainer:
 def logits(folder: str, layout: str, ids: list[list[int]], path: str) -> None:
     """Logits [batch, tokens, vocabulary] of a Hugging Face model folder; rank 0 writes them to ``path``."""
     trainer = _from_folder(folder, layout, len(ids))
+    with torch.no_grad():
+        part = trainer.decoders[0](torch.tensor(ids), Tokens((0, len(ids[0]))))
+    full = all_gather(part.permute(2, 1, 0).contiguous(), trainer.mesh.tp).permute(1, 2, 0)
+    if dist.get_rank() == 0:
+        np.save(path, full.numpy())
+
+
+def fine_tune(folder: str, layout: str, work: str, settings: dict[str, Any], ids: list[list[int]], path: str) -> None:
+    """Two steps from a Hugging Face folder, saved; rank 0 writes the logits of ``ids`` after them to ``path``."""
+    trainer = _from_folder(folder, layout, len(ids), settings)
+    data = Synthetic(trainer.model.vocab, 16)
+    for number in range(2):
+        trainer.step(number, trainer.batch(data, number))
+    Checkpoints(Path(work)).save(trainer, 2, checkpoint_facts(trainer), wait=True)
     with torch.no_grad():
         part = trainer.decoders[0](torch.tensor(ids), Tokens((0, len(ids[0]))))
     full = all_gather(part.permute(2, 1, 0).contiguous(), trainer.mesh.tp).permute(1, 2, 0)

@@ -15,11 +15,19 @@ from planner.runtime.adapters import Trained, part_of
 from planner.runtime.checkpoint import shapes
 from planner.runtime.parameter import Block, fill
 
-_spec = importlib.util.spec_from_file_location("layouts", Path(__file__).resolve().parent / "test_layouts.py")
-assert _spec is not None
-assert _spec.loader is not None
-layouts = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(layouts)
+HERE = Path(__file__).resolve().parent
+
+
+def _load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+layouts, families = _load("test_layouts"), _load("families")
 
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
 EXPERTS = {**LORA, "lora_targets": ["experts", "attention"]}
@@ -103,3 +111,57 @@ def test_parts_are_those_the_cost_models_count() -> None:
         "layers.3.mlp.shared_expert_gate": "shared", "layers.61.eh_proj.weight": "mtp", "layers.61.shared_head.norm.weight": "norm",
     }  # fmt: skip
     assert {name: part_of(name) for name in parts} == parts
+
+
+IDS = (np.arange(32).reshape(2, 16) * 7 % 61).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp=2,micro_batch=2", "dp=2,zero=3"])
+def test_exported_adapters_laid_over_the_base_give_the_logits_of_the_run(
+    processes: Callable[..., list[Any]], tmp_path: Path, layout: str
+) -> None:
+    """PEFT's files: W + alpha / rank B A, module by module, in transformers' own model."""
+    import json
+
+    from safetensors.torch import load_file
+
+    from planner.runtime.adapter_files import export_adapters
+
+    model = families.save("llama", tmp_path / "base")
+    settings = {**LORA, "learning_rate": 0.05, "seed": 5}
+    facts = {"folder": str(tmp_path / "base"), "work": str(tmp_path / "work"), "ids": IDS, "path": str(tmp_path / "logits.npy")}
+    processes(2, "fine_tune", layout=layout, settings=settings, **facts)
+    export_adapters(tmp_path / "work" / "step-00000002", tmp_path / "out", torch.float32)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (4, 8.0, 7)
+    with torch.no_grad():
+        before = model(torch.tensor(IDS)).logits
+        for name in [n for n in tensors if n.endswith("lora_A.weight")]:
+            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            module.weight += 2.0 * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+        after = model(torch.tensor(IDS)).logits
+    assert (after - before).abs().max() > 0.01
+    if layout.startswith("tp"):
+        assert np.abs(np.load(tmp_path / "logits.npy") - after.numpy()).max() <= 2e-5
+
+
+@pytest.mark.slow
+def test_a_run_with_frozen_parts_is_exported_whole_with_its_base(processes: Callable[..., list[Any]], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from planner.runtime.weights import export
+
+    families.save("qwen3_moe", tmp_path / "base")
+    settings = {"frozen": ["embedding", "experts", "norm"], "learning_rate": 0.05}
+    facts = {"folder": str(tmp_path / "base"), "work": str(tmp_path / "work"), "ids": IDS, "path": str(tmp_path / "logits.npy")}
+    processes(2, "fine_tune", layout="tp=2,ep=2,micro_batch=2", settings=settings, **facts)
+    export(tmp_path / "work" / "step-00000002", tmp_path / "out", torch.float32, base=tmp_path / "base")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    got = {n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()}
+    assert set(got) == set(base)
+    frozen = Trained(frozen=tuple(settings["frozen"]))  # type: ignore[arg-type]
+    changed = {n for n, t in got.items() if not torch.equal(t, base[n])}
+    names = {n for n in base if frozen.trains(n.removeprefix("model.").replace("block_sparse_moe", "mlp"))}
+    assert changed == names
