@@ -26,6 +26,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "held", "te
 brings together; ``buffers``: batch, tables, tensors received and not yet used."""
 
 
+LIBRARY = "library"
 FINENESS = 0.005
 """Share of the peak by which memory must change to be drawn."""
 
@@ -56,6 +57,9 @@ class Record:
     curve: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     operations: int = 0
+    library: int = 0
+    """Most bytes that the communication library took for copies of its own, which no other figure holds: gloo's reduce-scatter sums a
+    copy of its input. NCCL takes none, nor does a group that is not there."""
 
 
 def most_bytes(record: Record) -> dict[str, int]:
@@ -105,7 +109,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _change(self, category: str, size: int) -> None:
         self.bytes[category] += size
-        self.total += size
+        if category == LIBRARY:
+            self.record.library = max(self.record.library, self.bytes[category])
+        else:
+            self.total += size
 
     def _gone(self, key: int) -> None:
         size, category = self._known.pop(key)
@@ -175,6 +182,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(t is not Tensor and t is not FakeTensor and t.__name__ == "DTensor" for t in types):
             return NotImplemented
         answer = HOST_READS.get(func)
+        name = func._schema.name
         if answer is not None and any(isinstance(a, FakeTensor) for a in args):
             out = answer(*args, **kwargs)
         else:
@@ -182,14 +190,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
         record = self.record
         record.operations += 1
-        if isinstance(out, Tensor):
-            self.see(out)
-        elif isinstance(out, (tuple, list)):
-            for item in out:
+        with self.as_category(LIBRARY if func.is_view else self.category):  # a view of what no operation was seen to make
+            for item in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(item, Tensor):
                     self.see(item)
         self._look(func.__name__)
-        name = func._schema.name
         if (flops := flops_of(name, args, out)) is not None:
             kind, number = flops
             record.flops[kind] += number

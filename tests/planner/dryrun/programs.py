@@ -18,8 +18,8 @@ from planner.runtime.train import Trainer, TrainSettings
 
 
 def really(path: str) -> dict[str, Any]:
-    """Three steps of a plan: bytes the allocator handed out at the most (what is inside kernels and gloo included), and what the
-    tracer sees of the real third step."""
+    """Four steps of a plan: what the tracer sees of the second, on real tensors; and bytes the allocator handed out at the most in
+    the others (what is inside kernels and gloo included)."""
     plan = Plan.load(path)
     job, layout = plan.job(), plan.layout_object
     settings = TrainSettings(seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision)
@@ -31,17 +31,20 @@ def really(path: str) -> dict[str, Any]:
         shape = (job.global_batch // layout.dp, job.seq_len)
         return Batch(*(torch.randint(0, job.model.vocab, shape, generator=generator) for _ in range(2)))
 
-    for number in range(2):
-        with memory.step():
-            trainer.step(number, batch())
     tracer = Tracer(trainer.mesh.axis_of)
     gc.collect()
     with watched(trainer, tracer), tracer:
-        tag(trainer, tracer)
-        tracer.begin()
-        tracer.enter_phase("start", "buffers")
-        trainer.step(2, batch())
+        for number in range(2):
+            tag(trainer, tracer)
+            tracer.begin()
+            tracer.enter_phase("start", "buffers")
+            trainer.step(number, batch())
+    for number in range(2, 4):
+        with memory.step():
+            trainer.step(number, batch())
     sent: Counter[str] = Counter()
     for call in tracer.record.calls:
         sent[f"{call.axis} {call.kind}"] += call.bytes
-    return {"rank": dist.get_rank(), "allocated": memory.peak(), "peak": tracer.record.peak_bytes, "sent": dict(sent)}
+    record = tracer.record
+    answer = {"rank": dist.get_rank(), "allocated": memory.peak(), "peak": record.peak_bytes, "sent": dict(sent)}
+    return {**answer, "bytes": record.at_peak, "peak_at": record.peak_at, "library": record.library}

@@ -143,7 +143,9 @@ def test_a_users_module_runs_under_the_plans_axes(
     tp, shard = ways.get("tp", 1), ways.get("dp_shard", 1)
     assert document["flops"]["matmul"] == 2 * 8 * 64 * 64 * 5 // tp  # the input takes no gradient
     assert document["most_bytes"]["parameters"] == 2 * 64 * 64 * 4 // (tp * shard)
-    assert document["most_bytes"]["optimizer"] == 2 * 2 * 64 * 64 * 4 // (tp * shard) + 2 * 4  # two moments, and each weight's count
+    assert (
+        document["most_bytes"]["optimizer"] == 2 * 2 * 64 * 64 * 4 // (tp * shard) + 2 * 4
+    )  # two moments, and each weight's count
     calls = {(c["axis"], c["kind"]): (c["ranks"], c["bytes"]) for c in document["collectives"]}
     assert {axis for axis, _ in calls} == set(ways)
     assert {
