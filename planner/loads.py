@@ -32,8 +32,8 @@ MOST = 30_000
 """Loads kept at most."""
 HIDES = 1.0
 """Times a path takes a rank's backward from which on more recompute there costs more than the reduction that it hides."""
-FEW = 32
-"""Chunks up to which recompute is dealt out in both ways."""
+FEW, NEAR = 32, 1.005
+"""Chunks up to which recompute is dealt out in both ways, and how near to the answer asked for."""
 TRIED = 10_000
 """Numbers of layers by mode tried at most for one rank."""
 
@@ -78,7 +78,9 @@ def best_loads(
         if not len(open_):
             break
         i = int(open_[bounds[open_].argmin()])
-        answer = _tried(column, fitting, policies, [some[o] for some, o in zip(options, loads[i], strict=True)], bool(tries[i]))
+        answer = _tried(
+            column, fitting, policies, [some[o] for some, o in zip(options, loads[i], strict=True)], bool(tries[i]), limit
+        )
         tries[i] += 1
         if answer is None:
             continue
@@ -280,7 +282,7 @@ def _lengths(
 
 
 def _tried(
-    column: Column, fitting: Fitting, policies: Sequence[Policy], chosen: Sequence[Option], late: bool
+    column: Column, fitting: Fitting, policies: Sequence[Policy], chosen: Sequence[Option], late: bool, limit: float
 ) -> tuple[Answer, Path] | None:
     """An answer with these loads, and its critical path."""
     if chosen[0].sizes:
@@ -298,7 +300,8 @@ def _tried(
             seconds = column.step(timeline.seconds)
             if best is None or seconds < best[0].seconds:
                 best = Answer(seconds, stages, tuple(mixes), column, 0.0), timeline.path
-            if column.chunks > FEW or not any(m and n for mix in mixes for row in mix for m, n in enumerate(row)):
+            plain = not any(m and n for mix in mixes for row in mix for m, n in enumerate(row))
+            if plain or column.chunks > FEW or best[0].seconds > limit * NEAR:
                 break
     return best
 

@@ -396,6 +396,9 @@ class Search:
             if found is not None:
                 self._keep(found[0], row.prefix, batch, shard)
                 bound = max(bound, found[1])
+                if bound < self.fastest * (1 - gap):  # the paths that were found bound it better
+                    again = self.cores.bound(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))
+                    bound = max(bound, float(self.step(again)))
             self._solved[mark] = bound
         return max(bound, self._solved[mark])
 

@@ -206,19 +206,21 @@ class Shape:
         """Column x path: the least that chunks of other ranks add. Each rank holds ``low`` layers at least, and all hold ``layers``: what
         is left of what they can hold, at most, is missing anywhere."""
         t = self.table
-        part = np.floor(low / self.vpp)[:, self.ranks]
-        by_low = self._along(c, part)
+        by_low = self._along(c, low)
         ends = low[:, t.first_rank] * c.start[:, None] * (1 - t.starts) + low[:, t.last_rank] * c.end[:, None] * (1 - t.ends)
-        full = np.floor(high / self.vpp)[:, self.ranks]
         missing = high.sum(axis=1) - layers
         worst = c.f[:, None] * t.peak[:, 0] + c.b[:, None] * t.peak[:, 1] + c.w[:, None] * t.peak[:, 2]
-        by_high = self._along(c, full) - missing[:, None] * worst
+        by_high = self._along(c, high) - missing[:, None] * worst
         result: Floats = np.maximum(by_low, by_high) + ends
         return result
 
-    def _along(self, c: Costs, sizes: Floats) -> Floats:
-        f, b, w = self.table.bare if c.hidden.any() else self.table.other
-        out: Floats = c.f[:, None] * (sizes @ f.T) + c.b[:, None] * (sizes @ b.T) + c.w[:, None] * (sizes @ w.T)
+    def _along(self, c: Costs, loads: Floats) -> Floats:
+        """Column x path: what these loads of other ranks add at least. Where a path goes through all chunks of a rank alike, it meets all its
+        layers; else as many in each chunk as the least of them holds."""
+        all_, some = self.table.bare if c.hidden.any() else self.table.other
+        each = np.floor(loads / self.vpp)
+        f, b, w = (loads @ x.T + each @ y.T for x, y in zip(all_, some, strict=True))
+        out: Floats = c.f[:, None] * f + c.b[:, None] * b + c.w[:, None] * w
         return out
 
     def _most(self, c: Costs, budget: Floats, own: Floats, again: Floats, rank: Ints) -> Floats:
@@ -259,8 +261,8 @@ class Shape:
 @dataclass(frozen=True)
 class _Table:
     """Paths as the propagation reads them, by path: ``rank`` whose work they follow, ``own`` (f, b, w) mean coefficients of its chunks and
-    ``off`` the sums of their absolute deviations, ``paired`` what pairs hide of them, ``other`` (f, b, w) coefficients of other ranks'
-    chunks, ``bare`` the same without paired ones, and ``peak`` their largest, ``most`` the largest coefficient of each chunk,
+    ``off`` the sums of their absolute deviations, ``paired`` what pairs hide of them, ``other`` coefficients of other ranks'
+    chunks (``_by_rank``), ``bare`` the same without paired ones, and ``peak`` their largest, ``most`` the largest coefficient of each chunk,
     ``first``, ``last`` those of embedding and head,
     ``p2p`` transfers, ``starts``, ``ends`` whether the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
 
@@ -268,8 +270,8 @@ class _Table:
     own: Floats
     off: Floats
     paired: Floats
-    other: Floats
-    bare: Floats
+    other: tuple[Floats, Floats]
+    bare: tuple[Floats, Floats]
     peak: Floats
     most: Floats
     first: Floats
@@ -294,6 +296,16 @@ class _Table:
         other = three * ~at
         bare = np.stack([other[0] - pf * ~at, other[1] - pb * ~at, other[2]])
         return cls(
-            rank, own, off, paired, other, bare, other.max(axis=2).T, three.max(axis=0), three[:, :, 0], three[:, :, -1], p2p,
+            rank, own, off, paired, _by_rank(other, mine), _by_rank(bare, mine), other.max(axis=2).T, three.max(axis=0), three[:, :, 0], three[:, :, -1], p2p,
             (first == rank).astype(float), (last == rank).astype(float), first, last,
         )  # fmt: skip
+
+
+def _by_rank(three: Floats, mine: Bools) -> tuple[Floats, Floats]:
+    """(f, b, w) coefficients of chunks as path x rank: (a layer's, where all chunks of the rank have the same; else the sum of its
+    chunks')."""
+    total = three @ mine.T.astype(float)
+    most = np.stack([np.where(row, three, -np.inf).max(axis=2) for row in mine], axis=2)
+    least = np.stack([np.where(row, three, np.inf).min(axis=2) for row in mine], axis=2)
+    same = most == least
+    return np.where(same, most, 0.0), np.where(same, 0.0, total)
