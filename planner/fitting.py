@@ -64,7 +64,8 @@ class Fitting:
         self.column = column
         job, layout = column.job, column.layout
         self.job, self.layout, self.limit = job, layout, job.limit_bytes
-        zero = layout.zero if by_unit(job, layout) or job.execution.gradient_bucket_bytes else 1
+        whole = by_unit(job, layout) or (layout.zero == 2 and job.execution.gradient_bucket_bytes > 0)
+        zero = layout.zero if whole else 1  # where chunks hold whole parameters or gradients
         self.key = layout.with_(
             pp=1, vpp=1, schedule="1f1b", recompute="none", stages=(), order="tp-cp-dp-pp", zero=zero, offload=()
         )
