@@ -42,8 +42,8 @@ SMALL = {
     ("profile", "layer"): ("--seconds", "4", "--processes", "1"),
 }  # fmt: skip
 """What is appended to a documented command when it is run here; a later value of an option replaces the earlier one."""
-SHORTER = {"4096": "64", "8192": "64"}
-"""Sequence lengths of documented measurements, and those measured here."""
+SHORTER = {"4096": "64", "8192": "64", "llama-3.1-8b": "llama-tiny"}
+"""Sequence lengths and models of documented measurements, and those measured here."""
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
 
 
