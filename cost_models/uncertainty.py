@@ -47,7 +47,7 @@ def cause_errors(job: Job) -> dict[str, float]:
 
 
 def _curve_error(curve: MatmulCurve | AttentionCurve) -> float:
-    if curve.heldout_error is not None and curve.origin == "measured":
+    if curve.heldout_error is not None and curve.origin in ("measured", "fitted"):
         return curve.heldout_error
     return ORIGIN_ERROR[curve.origin]
 

@@ -26,6 +26,17 @@ def test_a_gpu_with_estimated_curves_has_a_wider_interval_than_a_measured_one() 
     assert any("mi300x" in text.lower() for text in guessed.guessed)
 
 
+def test_a_fitted_curve_is_as_sure_as_it_was_on_what_it_had_not_seen() -> None:
+    gpu = JOB.cluster.gpu
+    curve = gpu.matmul["bf16"]
+    assert curve.origin == "fitted"
+    assert cause_errors(JOB)["matmul"] == pytest.approx((curve.heldout_error**2 + 0.015**2) ** 0.5)
+    unknown = replace(gpu, matmul={**gpu.matmul, "bf16": replace(curve, heldout_error=None)})
+    assert cause_errors(replace(JOB, cluster=replace(JOB.cluster, gpu=unknown)))["matmul"] == pytest.approx(
+        (0.06**2 + 0.015**2) ** 0.5
+    )
+
+
 def test_the_interval_is_symmetric_in_ratio() -> None:
     found = estimate(JOB, Layout.parse("tp=2,dp=4", 8))
     assert found.step_seconds / found.step_seconds_low == pytest.approx(found.step_seconds_high / found.step_seconds)
