@@ -173,14 +173,24 @@ def void(_: object) -> None:
     return None
 
 
-def timed(step: Callable[[], None]) -> float:
-    """Seconds of a step, all ranks starting together; the slowest rank's."""
+def timed(step: Callable[[], None]) -> tuple[float, float]:
+    """A step, all ranks starting together: seconds of the slowest rank, and processor seconds of all ranks, which other programs on the
+    machine hardly change."""
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     step()
-    took = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
+    took = torch.tensor([time.perf_counter() - start, time.process_time() - used], dtype=torch.float64)
+    slowest, everyone = took[:1].clone(), took[1:].clone()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(everyone)
+    return float(slowest), float(everyone)
+
+
+def interval(logs: list[float]) -> tuple[float, float, float]:
+    """Geometric mean of ratios given by their logarithms, with its 95 % interval."""
+    mean = statistics.fmean(logs)
+    half = T_95.get(len(logs) - 1, 2.0) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def main() -> None:
@@ -196,19 +206,19 @@ def main() -> None:
         a, b = ours(name, ids, labels), plain(name, ids, labels)
         for step in (a, b, a, b):
             step()
-        logs, mine = [], []
+        logs, used, mine = [], [], []
         for pair in range(arguments.pairs):
             first, second = (timed(a), timed(b)) if pair % 2 == 0 else reversed((timed(b), timed(a)))
-            logs.append(math.log(second / first))
-            mine.append(first)
+            logs.append(math.log(second[0] / first[0]))
+            used.append(math.log(second[1] / first[1]))
+            mine.append(first[0])
         if dist.get_rank() == 0:
-            mean = statistics.fmean(logs)
-            half = T_95.get(len(logs) - 1, 2.0) * statistics.stdev(logs) / math.sqrt(len(logs))
-            low, high = math.exp(mean - half), math.exp(mean + half)
-            verdict = "DEFECT" if high < 0.95 else "ok"
-            speed = BATCH * SEQ / statistics.median(mine)
+            ratio, low, high = interval(logs)
+            by_work, least, most = interval(used)
             print(
-                f"{name}: {speed:8.0f} tokens/s, {math.exp(mean):.2f} x plain (95 %: {low:.2f} to {high:.2f}) {verdict}", flush=True
+                f"{name}: {BATCH * SEQ / statistics.median(mine):8.0f} tokens/s, {ratio:.2f} x plain (95 %: {low:.2f} to {high:.2f}) "
+                f"{'DEFECT' if high < 0.95 else 'ok'}; by processor seconds of all ranks {by_work:.2f} ({least:.2f} to {most:.2f})",
+                flush=True,
             )
     dist.destroy_process_group()
 
