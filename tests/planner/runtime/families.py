@@ -27,7 +27,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2Config",
         {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
-    "deepseek_v3": ("DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
+    "deepseek_v3": ("DeepseekV3Config", {**LATENT, "num_nextn_predict_layers": 0, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}),
     "llama3.1": ("LlamaConfig", {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
