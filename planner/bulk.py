@@ -75,10 +75,12 @@ def lower_seconds(job: Job, keys: Ints, modes: Sequence[RecomputeRule] = (NO_REC
         at = np.flatnonzero(keys[:, 6] == kind)
         if not len(at):
             continue
-        degrees = degrees_of(job, keys[at], name)
-        for k in range(len(model.kinds)):
-            cost = with_activations(job, k, layer_operations(job, degrees, model.kinds[k]))
-            f[at, k], b[at, k], w[at, k] = _passes(job, degrees, cost, k, modes)
+        for place, dispatcher in enumerate(dispatchers_of(job)):
+            degrees = degrees_of(job, keys[at], name, dispatcher)
+            for k in range(len(model.kinds)):
+                cost = with_activations(job, k, layer_operations(job, degrees, model.kinds[k]))
+                for into, least in zip((f, b, w), _passes(job, degrees, cost, k, modes), strict=True):
+                    into[at, k] = np.minimum(into[at, k], least) if place else least
         for out, unit, cost in (
             (embedding, EMBEDDING, embedding_operations(job, degrees)), (head, HEAD, head_operations(job, degrees)),
         ):  # fmt: skip
@@ -90,7 +92,12 @@ def lower_seconds(job: Job, keys: Ints, modes: Sequence[RecomputeRule] = (NO_REC
     return Bulk(f, b, w, embedding, head)
 
 
-def degrees_of(job: Job, keys: Ints, kind: str) -> Any:
+def dispatchers_of(job: Job) -> Sequence[str]:
+    """The ways in which tokens may travel to experts; any where there are none."""
+    return limits_of(job).dispatchers if job.model.moe is not None else ("alltoall",)
+
+
+def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") -> Any:
     """Keys as the degrees that ``cost_models.layers`` reads; ``kind`` one of ``KINDS``."""
     tp, ring, ulysses, ep, etp, micro, _ = keys.T
     name = "ring" if kind == "hybrid" else kind
@@ -104,7 +111,7 @@ def degrees_of(job: Job, keys: Ints, kind: str) -> Any:
         ep=ep,
         etp=etp,
         micro_batch=micro,
-        dispatcher="alltoall",
+        dispatcher=dispatcher,
         capacity=0.0,
     )
 
@@ -220,11 +227,11 @@ def hidden(communication: Any, beside: Any) -> Any:
 
 
 def _collective(job: Job, degrees: Any, op: Collective) -> Any:
-    """Seconds of a collective in the closest placement; 0 where it moves nothing, and where tokens may travel in another way."""
+    """Seconds of a collective in the closest placement; 0 where it moves nothing, and for exchanges that are priced by nodes."""
     group = _group(degrees, op.axis)
     if group is None:
         return 0.0
-    if op.axis in ("ep", "etp_ep") and (job.execution.ep_overlap or set(limits_of(job).dispatchers) != {"alltoall"}):
+    if op.axis in ("ep", "etp_ep") and (job.execution.ep_overlap or degrees.dispatcher in ("deepep", "hybridep")):
         return 0.0
     ranks, stride = (np.asarray(x) for x in group)
     size, cluster = np.asarray(op.bytes), job.cluster

@@ -21,7 +21,7 @@ from cost_models.overheads import communicators
 from cost_models.recompute import kept_bytes
 from cost_models.state_bytes import states
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights
-from planner.bulk import KINDS, Ints, degrees_of
+from planner.bulk import KINDS, Ints, degrees_of, dispatchers_of
 from planner.rules.core import Limits
 
 Floats = npt.NDArray[np.float64]
@@ -66,21 +66,25 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
         np.zeros((number, len(model.kinds), len(modes))), np.full(number, np.inf), np.zeros(number), np.zeros(number),
         np.zeros((number, len(model.kinds))), np.zeros(number),
     )  # fmt: skip
+    out.waits[:] = np.inf
+    out.kept[:] = np.inf
     for kind, name in enumerate(KINDS):
         at = np.flatnonzero(keys[:, 6] == kind)
         if not len(at):
             continue
-        degrees = degrees_of(job, keys[at], name)
         execution = job.execution
-        for k, layer in enumerate(model.kinds):
-            cost = layer_operations(job, degrees, layer)
-            for m, mode in enumerate(modes):
-                each = kept_bytes(cost, mode, degrees.tp, discards_outputs=execution.discards_outputs)
-                each, _ = measured_saved(job, degrees, k, mode, each, cost.saved_bytes)
-                out.kept[at, k, m] = 0.0 if offload else each / (execution.recompute_unit if mode.mode == "full" else 1)
-            if not offload and not job.measured:
-                out.waits[at, k] = cost.retained_bytes if execution.split_backward_keeps_graph else cost.weight_pass_bytes
-            out.beyond[at] = np.minimum(out.beyond[at], cost.transient)
+        for dispatcher in dispatchers_of(job):
+            degrees = degrees_of(job, keys[at], name, dispatcher)
+            for k, layer in enumerate(model.kinds):
+                cost = layer_operations(job, degrees, layer)
+                for m, mode in enumerate(modes):
+                    each = kept_bytes(cost, mode, degrees.tp, discards_outputs=execution.discards_outputs)
+                    each, _ = measured_saved(job, degrees, k, mode, each, cost.saved_bytes)
+                    unit = execution.recompute_unit if mode.mode == "full" else 1
+                    out.kept[at, k, m] = np.minimum(out.kept[at, k, m], 0.0 if offload else each / unit)
+                waits = cost.retained_bytes if execution.split_backward_keeps_graph else cost.weight_pass_bytes
+                out.waits[at, k] = np.minimum(out.waits[at, k], 0.0 if offload or job.measured else waits)
+                out.beyond[at] = np.minimum(out.beyond[at], cost.transient)
         head = head_operations(job, degrees)
         out.tail[at] = 0.0 if offload else head.saved_bytes
         out.loss[at] = head.transient

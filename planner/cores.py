@@ -193,7 +193,13 @@ class Cores:
         seconds, number, pp = self.seconds(rows, key, self.passes(rows), None), len(rows), key[1]
         none = np.zeros((number, pp))
         return Costs(
-            **seconds, state=np.zeros(number), kept=np.zeros_like(seconds["again"]), waits=np.zeros(number), room=none, lighter=none
+            **seconds,
+            state=np.zeros(number),
+            kept=np.zeros_like(seconds["again"]),
+            waits=np.zeros(number),
+            room=none,
+            spare=none,
+            lighter=none,
         )
 
     def costs(self, rows: Ints, key: Key, zero: int, shard: Ints, *, bare: bool = False, bulk: Bulk | None = None) -> Costs:
@@ -228,20 +234,32 @@ class Cores:
         room = np.repeat((whole - (parts.message[k] if pp > 1 else 0.0))[:, None], pp, axis=1)
         room[:, 0] -= embedding
         room[:, last] -= head + parts.tail[k] * max(0.0, flying.tail[last] - split)
-        if not split:
+        spare = np.zeros((len(k), pp))
+        spare[:, last] = parts.tail[k]
+        if split:
+            spare[:, 0] = np.inf
+        else:
             if pp == 1:
+                spare[:, 0] += parts.loss[k]
                 room[:, 0] -= np.maximum(parts.loss[k], parts.beyond[k] - parts.tail[k])
             room[:, np.arange(pp) != last] -= parts.beyond[k][:, None]
         if main.kind is not None:
             return {
-                "state": state[:, main.kind], "kept": kept[:, main.kind], "waits": parts.waits[k][:, main.kind], "room": room,
+                "state": state[:, main.kind], "kept": kept[:, main.kind], "waits": parts.waits[k][:, main.kind], "room": room, "spare": spare,
                 "lighter": self._lighter(state, kept, parts.waits[k], pp * vpp, key),
             }  # fmt: skip
         share = main.totals / main.layers
         mean_kept = np.repeat((kept.min(axis=2) @ share)[:, None], kept.shape[2], axis=1)
         apart = np.abs(state - (state @ share)[:, None]) + mean.max() * np.abs(kept.min(axis=2) - mean_kept[:, :1])
         lighter = np.repeat((apart @ main.totals)[:, None], pp, axis=1)
-        return {"state": state @ share, "kept": mean_kept, "waits": parts.waits[k].min(axis=1), "room": room, "lighter": lighter}
+        return {
+            "state": state @ share,
+            "kept": mean_kept,
+            "waits": parts.waits[k].min(axis=1),
+            "room": room,
+            "spare": spare,
+            "lighter": lighter,
+        }
 
     def _transfer(self, rows: Ints) -> Floats:
         """Seconds of a pipeline message at least: between neighbours as near as any order puts them."""

@@ -41,7 +41,8 @@ class Costs:
     reduction, optimizer), ``least``: what embedding and head take off both. Bytes: ``state`` and ``kept`` column x mode of a
     layer, ``waits`` what it
     holds for its weight gradient, ``room`` column x rank. ``credit``: seconds by column and
-    chunk by which one microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and rank."""
+    chunk by which one microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and rank;
+    ``spare``: what a rank has for one layer's whole tensors without more room (inf: it never needs them)."""
 
     f: Floats
     b: Floats
@@ -58,6 +59,7 @@ class Costs:
     kept: Floats
     waits: Floats
     room: Floats
+    spare: Floats
     credit: Floats
     lighter: Floats
 
@@ -224,11 +226,14 @@ class Shape:
         return out
 
     def _most(self, c: Costs, budget: Floats, own: Floats, again: Floats, rank: Ints) -> Floats:
-        """Most layers (fractional) by column and path under both limits."""
+        """Most layers (fractional) by column and path under both limits. Where all layers recompute, one layer's tensors exist whole
+        besides; a mixture has one layer at least of either mode, which is no less."""
         room, bytes_ = self.memory(c)
+        beside = np.maximum(0.0, (c.kept.max(axis=1, keepdims=True) - c.kept)[:, None, :] - c.spare[:, :, None])
+        alone = np.maximum(room[:, :, None] - beside, 0.0)[:, rank]
         r, bytes_ = np.maximum(room, 0.0)[:, rank], bytes_[:, rank]
         time = np.maximum(own[:, :, None] + again, 1e-30)
-        best: Floats = np.minimum(budget[:, :, None] / time, r[:, :, None] / bytes_).max(axis=2)
+        best: Floats = np.minimum(budget[:, :, None] / time, alone / bytes_).max(axis=2)
         modes = time.shape[2]
         for i in range(modes):
             for j in range(i + 1, modes):
@@ -236,8 +241,12 @@ class Shape:
                 det = ti * bj - tj * bi
                 with np.errstate(divide="ignore", invalid="ignore"):
                     x, y = (budget * bj - r * tj) / det, (r * ti - budget * bi) / det
-                both = (x >= 0) & (y >= 0) & (np.abs(det) > 0)
-                best = np.where(both, np.maximum(best, x + y), best)
+                    both = (x >= 1 - ROUNDING) & (y >= 1 - ROUNDING) & (np.abs(det) > 0)
+                    best = np.where(both, np.maximum(best, x + y), best)
+                for one, other in ((i, j), (j, i)):
+                    t, m = budget - time[:, :, one], r - bytes_[:, :, one]
+                    edge = 1 + np.minimum(t / time[:, :, other], m / bytes_[:, :, other])
+                    best = np.where((t >= 0) & (m >= 0), np.maximum(best, edge), best)
         return best
 
     def memory(self, c: Costs) -> tuple[Floats, Floats]:
@@ -296,7 +305,8 @@ class _Table:
         other = three * ~at
         bare = np.stack([other[0] - pf * ~at, other[1] - pb * ~at, other[2]])
         return cls(
-            rank, own, off, paired, _by_rank(other, mine), _by_rank(bare, mine), other.max(axis=2).T, three.max(axis=0), three[:, :, 0], three[:, :, -1], p2p,
+            rank, own, off, paired, _by_rank(other, mine), _by_rank(bare, mine),
+            other.max(axis=2).T, three.max(axis=0), three[:, :, 0], three[:, :, -1], p2p,
             (first == rank).astype(float), (last == rank).astype(float), first, last,
         )  # fmt: skip
 
