@@ -8,8 +8,6 @@ torch.cuda's two questions about the device are answered here, Triton is a stand
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.machinery
 import io
 import json
 import os
@@ -20,47 +18,15 @@ import typing
 import warnings
 from unittest.mock import MagicMock
 
+from triton_stand_in import without_triton
+
 warnings.filterwarnings("ignore")
 CHECKOUT = os.environ["AXISPLAN_MEGATRON"]
 
 
-class FakeTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Any module named triton: decorators are identities, classes take anything."""
-
-    class Module(types.ModuleType):
-        def __getattr__(self, name: str) -> typing.Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            if name == "jit":
-                return lambda function=None, **_: function if function is not None else (lambda f: f)
-            if name in ("autotune", "heuristics"):
-                return lambda *_, **__: lambda f: f
-            if name[:1].isupper():
-                return type(name, (), {"__init__": lambda self, *a, **k: None})
-            return MagicMock(name=name)
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = self.Module(spec.name)
-        module.__version__ = "3.7.0"
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
 def prepare() -> None:
-    """Torch asks for Triton first (it must find none), then the stand-in is installed."""
-    import torch._dynamo
-    import torch._inductor.runtime.hints
-    import torch._inductor.runtime.triton_compat  # noqa: F401
-    import torch.utils._triton as probes
-
-    probes.has_triton_package()
-    probes.has_triton()
-    sys.meta_path.append(FakeTriton())
+    """No Triton, Python 3.12's ``override`` where this one has none, and the checkout's packages."""
+    without_triton()
     if not hasattr(typing, "override"):
         typing.override = lambda function: function  # type: ignore[attr-defined]
     sys.path.insert(0, CHECKOUT)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.abc
-import importlib.machinery
 import io
 import json
 import os
@@ -20,50 +18,18 @@ import traceback
 import types
 import typing
 import warnings
-from unittest.mock import MagicMock
+
+from triton_stand_in import without_triton
 
 warnings.filterwarnings("ignore")
 
 
-class FakeTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Any module named triton: decorators are identities, classes take anything."""
-
-    class Module(types.ModuleType):
-        def __getattr__(self, name: str) -> typing.Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            if name == "jit":
-                return lambda function=None, **_: function if function is not None else (lambda f: f)
-            if name in ("autotune", "heuristics"):
-                return lambda *_, **__: lambda f: f
-            if name[:1].isupper():
-                return type(name, (), {"__init__": lambda self, *a, **k: None})
-            return MagicMock(name=name)
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = self.Module(spec.name)
-        module.__version__ = "3.7.0"
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
 def prepare() -> None:
-    """Torch asks for Triton first (it must find none); then the stand-in, and the CPU as the device."""
+    """No Triton, and the CPU as the device."""
+    without_triton()
     import torch
-    import torch._dynamo
-    import torch._inductor.runtime.hints
-    import torch._inductor.runtime.triton_compat
     import torch._utils
-    import torch.utils._triton as probes
 
-    probes.has_triton_package()
-    probes.has_triton()
-    sys.meta_path.append(FakeTriton())
     torch._utils._get_available_device_type = lambda: "cpu"
     cpu = torch.cpu
     for name, value in {

@@ -31,7 +31,7 @@ class Oracle:
         missing = [name for name in (variable, *also) if name not in known]
         if missing:
             pytest.skip(f"{' and '.join(missing)} not set: python tests/oracles/install.py installs it (docs/emit.md)")
-        env = {**os.environ, **known, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        env = {**os.environ, **known, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
         self.process = subprocess.Popen(
             [known[variable], str(FOLDER / driver)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             text=True, env=env,
