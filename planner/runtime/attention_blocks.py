@@ -114,9 +114,7 @@ def attend_backward(
         wide = [_pad(t, width) for t in (gh, qh, kh, vh, oh)]
         wide[2], wide[3] = _expand(wide[2], wide[3], q.shape[2])
         dq, dk, dv = kernel.backward(wide[0], wide[1], wide[2], wide[3], wide[4], lse, kind == "causal", scale)
-        dk, dv = (t.unflatten(1, (k.shape[2], -1)).sum(2) if t.shape[1] != k.shape[2] else t for t in (dk, dv))
-        sizes = (q.shape[-1], k.shape[-1], v.shape[-1])
-        return tuple(t[..., :n].permute(2, 0, 1, 3).contiguous() for t, n in zip((dq, dk, dv), sizes, strict=True))  # type: ignore[return-value]
+        return _gathered(dq, q), _gathered(dk, k), _gathered(dv, v)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
     heads = k.shape[2]
     for rows in _row_blocks(q.shape[0]):
@@ -152,6 +150,14 @@ def _expand(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Key and value heads repeated to ``heads`` for kernels that want as many as queries."""
     times = heads // k.shape[1]
     return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+
+
+def _gathered(grad: Tensor, like: Tensor) -> Tensor:
+    """A kernel's gradient [b, heads, s, width] as [s, b, heads, width] of ``like``, repeated heads summed: one pass, one tensor."""
+    turned = grad[..., : like.shape[-1]].permute(2, 0, 1, 3)
+    if turned.shape[2] == like.shape[2]:
+        return turned.contiguous()
+    return turned.unflatten(2, (like.shape[2], -1)).sum(3)
 
 
 def _padded(*widths: int) -> int:
