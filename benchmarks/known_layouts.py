@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -115,8 +116,8 @@ def pinned(job: Job, run: Run) -> float | None:
 # -- the page ---------------------------------------------------------------------------------------------------------------
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """The page in Markdown."""
+def page(rows: list[dict[str, Any]], jobs: int) -> str:
+    """The page in Markdown; ``jobs``: how many there are, of which ``rows`` were planned."""
     kinds = ("as fast", "slower", "published does not fit", "published is not legal", "nothing fits")
     count = {kind: sum(r["verdict"] == kind for r in rows) for kind in kinds}
     measured = [r for r in rows if r["ours_s"]]
@@ -128,7 +129,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "our plan for the same job, under the run's own Execution, precision, batch and MoE balance, with no margin (the run took the",
         "memory it took). A few columns are answered without the integer program first; only where that is slower, with the search's usual",
         "effort. Seconds are predicted by the same cost model; a lower one is a forecast, not a",
-        "measurement: nobody ran our layouts. Written by `python benchmarks/known_layouts.py --page`.",
+        f"measurement: nobody ran our layouts. {len(rows)} of the {jobs} jobs were planned. Written by",
+        "`python benchmarks/known_layouts.py --page`.",
         "",
         "| outcome | jobs | what it says |",
         "|---|---:|---|",
@@ -169,7 +171,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def short(layout: str) -> str:
     """A layout without the keys that say nothing (degree 1, defaults)."""
-    kept = [p for p in layout.split(",") if not p.endswith("=1") or p.startswith(("zero", "micro_batch"))]
+    kept = [p for p in re.split(r",(?=[a-z_]+=)", layout) if not p.endswith("=1") or p.startswith(("zero", "micro_batch"))]
     return cell(" ".join(p for p in kept if p not in ("sp=true", "recompute=none", "schedule=1f1b")).replace("micro_batch", "mb"))
 
 
@@ -191,11 +193,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="runs whose id, model or source has this text")
     parser.add_argument("--again", action="store_true", help="also those already in the results")
     parser.add_argument("--page", action="store_true", help="write the docs page from the results")
+    parser.add_argument("--every", type=int, default=1, help="of those only every n-th")
     parser.add_argument("--limit", type=int, default=10_000, help="most runs to plan now")
     arguments = parser.parse_args()
     runs = chosen(load_runs(read_rows(ROOT / "tests" / "data" / "runs.csv"))[0])
     known: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    wanted = [r for r in runs if arguments.only.lower() in f"{r.id} {r.group} {r.source}".lower()]
+    wanted = [r for r in runs if arguments.only.lower() in f"{r.id} {r.group} {r.source}".lower()][:: max(1, arguments.every)]
     todo = [r for r in wanted if arguments.again or r.id not in known][: 0 if arguments.page else arguments.limit]
     for run in todo:
         known[run.id] = compare(run)
@@ -206,7 +209,7 @@ def main() -> None:
         )
         write_text(RESULTS, json.dumps(known, indent=1) + "\n")
     if arguments.page:
-        write_text(PAGE, page([known[r.id] for r in runs if r.id in known]))
+        write_text(PAGE, page([known[r.id] for r in runs if r.id in known], len(runs)))
 
 
 if __name__ == "__main__":
