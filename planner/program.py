@@ -18,6 +18,7 @@ difference stays in the gap.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -190,8 +191,9 @@ class Program:
 
     # -- solving ----------------------------------------------------------------------------------------------------
 
-    def solve(self, *, rounds: int = 60, nodes: int = 20_000, floor: float = 0.0) -> Answer | None:
-        """Cut until the answer's makespan meets the bound. None: no choice is faster than ``limit`` (or fits)."""
+    def solve(self, *, rounds: int = 60, nodes: int = 20_000, floor: float = 0.0, deadline: float | None = None) -> Answer | None:
+        """Cut until the answer's makespan meets the bound. None: no choice is faster than ``limit`` (or fits), unless ``stopped``: rounds,
+        nodes or the ``deadline`` (``time.monotonic()``) ended it before it knew."""
         from planner.solver import bound_of, run
 
         best: Answer | None = None
@@ -199,7 +201,10 @@ class Program:
         for _ in range(rounds):
             if np.isfinite(self.limit):
                 self.z.upBound = min(self.limit, best.seconds if best else self.limit) / self.scale
-            status = run(self.model, nodes=nodes)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            status = run(self.model, nodes=nodes, seconds=left)
             if status is None:
                 if best is not None:
                     best.bound = best.seconds
@@ -226,6 +231,7 @@ class Program:
             if not sum(self.longest_path(n, b) for n, b in enumerate(self.blocks) if b.column.paths is block.column.paths):
                 self._forbid(block, picks)
             self.cuts += 1
+        self.stopped = True
         return best
 
     def _forbid(self, block: Block, picks: Sequence[int]) -> None:

@@ -368,7 +368,7 @@ class Search:
         if exact is not None and column.layout.vpp > 1:
             self.books.weakest = min(self.books.weakest, self._solve_loads(bound, one, shard, exact, gap))
             return
-        result = solve_column(column, fitting, some, self.fastest, bound, self.totals, gap)
+        result = solve_column(column, fitting, some, self.fastest, bound, self.totals, gap, deadline=self.deadline)
         self.books.programs += result.programs
         self.books.cuts += result.cuts
         if result.unfit:

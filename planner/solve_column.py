@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,14 +42,17 @@ def solve_column(
     totals: npt.NDArray[np.int64],
     gap: float = PROVED,
     largest: int = 300,
+    deadline: float | None = None,
 ) -> Result:
     """The best choice of a column, or the knowledge that none beats ``limit`` seconds. ``floor``: a bound already known; ``largest``: most
     patterns of an integer program that is still solved (beyond, the gap stays)."""
     total = Result(None, float("inf"))
     unfit = cut = True
     for policy in policies:
+        if deadline is not None and time.monotonic() > deadline:
+            return Result(total.answer, floor, programs=total.programs, cuts=total.cuts)
         bar = min(limit, total.answer.seconds if total.answer else limit)
-        one = _solve(column, fitting, policy, bar, floor, totals, gap, largest)
+        one = _solve(column, fitting, policy, bar, floor, totals, gap, largest, deadline)
         unfit = unfit and one.unfit
         total.bound = min(total.bound, one.bound)
         total.programs, total.cuts = total.programs + one.programs, total.cuts + one.cuts
@@ -68,6 +72,7 @@ def _solve(
     totals: npt.NDArray[np.int64],
     gap: float,
     largest: int,
+    deadline: float | None,
 ) -> Result:
     if column.chunks == 1:
         return _single(column, fitting, policy)
@@ -104,7 +109,7 @@ def _solve(
     if not patterns:
         return Result(start, bound)
     program = Program([Block(column, fitting, policy, patterns)], bar)
-    answer = program.solve(floor=bound, nodes=2000, rounds=60 if gap <= PROVED else 6)
+    answer = program.solve(floor=bound, nodes=2000, rounds=60 if gap <= PROVED else 6, deadline=deadline)
     if answer is None:
         return Result(start, bound if program.stopped else max(bound, bar), programs=1, cuts=program.cuts)
     if start is not None and start.seconds < answer.seconds:
@@ -119,7 +124,7 @@ def path_bound(column: Column, fitting: Fitting, policy: Policy, totals: npt.NDA
         seconds = seconds.only(policy.mode)
         lines = lines.only(policy.mode)
     values = (bounds.dual(paths, w, seconds, totals, column.transfer, column.layer_update, lines) for w in paths.duals)
-    return column.step(max(values, default=0.0))
+    return float(column.step(max(values, default=0.0)))
 
 
 def _single(column: Column, fitting: Fitting, policy: Policy) -> Result:

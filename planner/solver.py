@@ -1,4 +1,5 @@
-"""PuLP programs through HiGHS, or CBC where HiGHS is missing: one thread, fixed seed, relative gap 0, node limits, never time limits."""
+"""PuLP programs through HiGHS, or CBC where HiGHS is missing: one thread, fixed seed, relative gap 0, node limits; a time limit only where
+one is asked for."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def run(program: Any, *, nodes: int = 1_000_000, backend: str = "") -> str | None:
-    """Solve a PuLP program. Returns "optimal", "feasible" (a node limit ended it with an answer), "unknown" (ended without one), or None
-    (infeasible).
+def run(program: Any, *, nodes: int = 1_000_000, backend: str = "", seconds: float | None = None) -> str | None:
+    """Solve a PuLP program. Returns "optimal", "feasible" (a limit of nodes or ``seconds`` ended it with an answer), "unknown" (ended
+    without one), or None (infeasible).
 
     ``backend``: "highs" or "cbc"; empty picks HiGHS where it is installed. Under CBC a bound exists only when it says optimal.
     """
@@ -19,9 +20,13 @@ def run(program: Any, *, nodes: int = 1_000_000, backend: str = "") -> str | Non
 
     chosen = backend or ("highs" if _has_highs() else "cbc")
     if chosen == "highs":
-        solver = pulp.HiGHS(msg=False, threads=1, gapRel=0.0, random_seed=1, mip_max_nodes=nodes, mip_abs_gap=0.0)
+        solver = pulp.HiGHS(
+            msg=False, threads=1, gapRel=0.0, random_seed=1, mip_max_nodes=nodes, mip_abs_gap=0.0, timeLimit=seconds
+        )
     else:
-        solver = pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=0.0, options=["randomSeed 1", f"maxNodes {nodes}"])
+        solver = pulp.PULP_CBC_CMD(
+            msg=False, threads=1, gapRel=0.0, timeLimit=seconds, options=["randomSeed 1", f"maxNodes {nodes}"]
+        )
     with silent():
         try:
             status = program.solve(solver)
@@ -32,12 +37,12 @@ def run(program: Any, *, nodes: int = 1_000_000, backend: str = "") -> str | Non
     if chosen == "highs":
         model = getattr(program, "solverModel", None)
         if model is not None and "Optimal" not in str(model.modelStatusToString(model.getModelStatus())):
-            return "feasible"
+            return _stopped(program)
     return "optimal" if program.sol_status == pulp.LpSolutionOptimal else "feasible"
 
 
 def _stopped(program: Any) -> str:
-    """A node limit ended HiGHS, which PuLP has no word for: its answer, if it has one, is read here."""
+    """A limit ended HiGHS, which PuLP has no word for, or calls optimal: its answer, if it has one, is read here."""
     import highspy
 
     model = program.solverModel
