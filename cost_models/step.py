@@ -27,6 +27,7 @@ from cost_models.flops import flops_per_token, training_per_token
 from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.memory import StageMemory, stage_memory
+from cost_models.packing import packing
 from cost_models.passes import layer_key
 from cost_models.pipeline import Timeline
 from cost_models.stage_states import ranks_chunks
@@ -66,6 +67,8 @@ class StepEstimate:
     busiest_stage: int
     stage_seconds: tuple[float, ...] = ()
     """Busy seconds of each pipeline rank."""
+    packed: dict[str, float] = field(default_factory=dict)
+    """Where sequences are packed from documents: ``packed_figures``."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -88,6 +91,7 @@ class StepEstimate:
             "guessed": list(self.guessed),
             "busiest_stage": self.busiest_stage,
             "stage_seconds": list(self.stage_seconds),
+            **({"packed": dict(self.packed)} if self.packed else {}),
         }
 
 
@@ -140,8 +144,21 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         guessed=guessed,
         busiest_stage=rank,
         stage_seconds=tuple(float(b) for b in timeline.busy),
+        packed=packed_figures(job, layout, memory) if job.documents else {},
         timeline=timeline if detail else None,
     )
+
+
+def packed_figures(job: Job, layout: Layout, memory: Sequence[StageMemory]) -> dict[str, float]:
+    """Of packed sequences: ``pairs_share``, their query-key pairs over those of one whole document; ``cp_imbalance``, pairs of the busiest
+    ring rank over the mean; ``worst_tokens`` of a microbatch of one sequence where documents are batched whole instead of cut (a longer
+    document comes alone), and ``worst_activation_bytes``, what the fullest rank would keep then."""
+    found = packing(job.documents, job.seq_len, layout.ring, balanced=job.execution.cp_balanced)
+    kept = max((stage.activations for stage in memory), default=0.0)
+    return {
+        "pairs_share": found.share, "cp_imbalance": found.imbalance, "worst_tokens": float(found.worst_tokens),
+        "worst_activation_bytes": kept * found.worst_tokens / job.seq_len,
+    }  # fmt: skip
 
 
 def ideal_seconds(job: Job, layout: Layout) -> float:

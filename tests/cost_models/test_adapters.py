@@ -169,3 +169,13 @@ def test_packed_documents_of_mixed_length_make_context_parallel_ranks_wait() -> 
             seconds[cp, documents] = estimate(work, Layout(cp=cp, dp_shard=8 // cp, zero=1)).seconds["attention"]
     assert seconds[1, mixed] < 0.6 * seconds[1, ()]
     assert seconds[8, mixed] / seconds[8, ()] > 1.1 * seconds[1, mixed] / seconds[1, ()]
+
+
+def test_an_estimate_says_what_packing_means() -> None:
+    """Documents of 1,024 in sequences of 4,096: a quarter of the pairs; one of 8,192 that is not cut would double a microbatch."""
+    layout = Layout.parse("dp_shard=8,zero=1")
+    even, long = (estimate(job(documents=d), layout) for d in (((1024, 1),), ((1024, 99), (8192, 1))))
+    assert even.packed["pairs_share"] == pytest.approx(4 * 1024 * 1025 / (4096 * 4097))
+    assert even.packed["worst_tokens"] == 4096
+    assert long.packed["worst_activation_bytes"] == 2 * max(s.activations for s in long.memory)
+    assert "packed" not in estimate(job(), layout).to_json()
