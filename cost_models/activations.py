@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -96,6 +96,8 @@ def assemble(
     if last:
         for name in ("mtp",) * job.model.mtp + ("head",):
             tail = unit_memory(job, degrees, name)
+            if name == "mtp" and runs:
+                tail = _recomputed_module(job, degrees, tail, runs[-1])
             kept = kept + tail.kept
             weight_pass = weight_pass + tail.weight_pass
             loss = tail.transient if loss is None else maximum(loss, tail.transient - freed)
@@ -151,6 +153,16 @@ def gradient_buckets(job: Job, degrees: Any, runs: Iterable[Run], *, first: bool
     ways, _ = shards(degrees)
     most = execution.unsharded_gradient_units * execution.gradient_bucket_bytes
     return where(ways > 1, minimum(units.reduce * count, most), 0)
+
+
+def _recomputed_module(job: Job, degrees: Any, module: UnitMemory, last: Run) -> UnitMemory:
+    """A multi-token-prediction module, whose layer follows the rule of the model's ``last``: at its own loss, or in its layer's
+    backward once its head is done."""
+    plain, layer = unit_memory(job, degrees, last.kind), unit_memory(job, degrees, last.kind, last.rule)
+    head = unit_memory(job, degrees, "head")
+    dropped = plain.kept - layer.kept
+    transient = maximum(head.transient, dropped + layer.transient - head.kept)
+    return replace(module, kept=module.kept - dropped, transient=where(dropped > 0, transient, module.transient))
 
 
 def weight_gradients(job: Job, degrees: Any, runs: Iterable[Run], *, last: bool) -> Number:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache, reduce
 from operator import add
 
+from cost_models.arrays import where
 from cost_models.attention_ops import attention_operations, latent_attention_operations
 from cost_models.head_ops import embedding_operations as _embedding
 from cost_models.head_ops import head_operations as _head
@@ -91,6 +92,9 @@ def mtp_operations(job: Job, degrees: Degrees) -> LayerCost:
     rows, h = local.split_tokens, job.model.hidden
     b.norm("mtp_embedding_norm", rows, h, output=False)
     b.norm("mtp_hidden_norm", rows, h, output=False)
+    if local.execution.keeps_gathered_input:  # what it norms, the head before it keeps already, unless gathered over TP
+        at = next(i for i, kept in enumerate(b.saved) if kept.name == "mtp_hidden_norm_input")
+        b.saved[at] = replace(b.saved[at], bytes=b.saved[at].bytes * where(local.sp > 1, 1, 0))
     b.keep("mtp_projection_input", rows * 2 * h * local.input_bytes, weight=True)
     b.linear("mtp_projection", rows, h, 2 * h)
     last = job.model.layer(job.model.num_layers - 1)

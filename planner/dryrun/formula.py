@@ -150,7 +150,7 @@ WHOLE_UNDER_TP = ("router", "router_bias", "q_norm", "k_norm")
 
 def partial_axis(model: ModelSpec, layout: Layout, weight: Weight) -> tuple[str, ...]:
     """The model-parallel axis over which each rank has only its share of a weight's gradient."""
-    if weight.split == "none" and layout.tp > 1 and (layout.sp or weight.name in WHOLE_UNDER_TP):
+    if weight.split in ("none", "mtp") and layout.tp > 1 and (layout.sp or weight.name in WHOLE_UNDER_TP):
         return ("tp",)
     if weight.split == "kv":
         heads = next(k.mixer.kv_heads for k in model.kinds if isinstance(k.mixer, Attention))

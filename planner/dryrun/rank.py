@@ -150,6 +150,8 @@ def tag(trainer: Trainer, tracer: Tracer) -> None:
             for value in trainer.optimizer.engine.state.get(master, {}).values():
                 tracer.see(value, "optimizer")
     for decoder in trainer.decoders.values():
+        for frozen in (p for p in decoder.parameters() if not p.requires_grad):
+            tracer.see(frozen, "parameters")
         for buffer in decoder.buffers():
             tracer.see(buffer, "buffers")
     for table in rotary_tables(trainer):
