@@ -79,18 +79,21 @@ def _model_seconds(job: Job, degrees: ArrayDegrees) -> tuple[Any, Any, Any]:
         passes = (cost.forward, cost.backward_input, cost.backward_weight)
         seconds = [_seconds(job, operations) for operations in passes]
         if floored:
-            _floor(job, degrees, seconds)
+            _floor(job, degrees, seconds, bool(passes[1] or passes[2]))
         if place < len(units) and rows_of(job, units[place][0]):
             seconds = _measured(job, degrees, units[place][0], passes)
         totals = [total + count * one for total, one in zip(totals, seconds, strict=True)]
     return totals[0], totals[1], totals[2]
 
 
-def _floor(job: Job, degrees: ArrayDegrees, seconds: list[Any]) -> None:
-    """The host's launches, where they take longer than a layer's forward, or than its backward however that is split in two."""
+def _floor(job: Job, degrees: ArrayDegrees, seconds: list[Any], backward: bool) -> None:
+    """The host's launches, where they take longer than a layer's forward, or than its ``backward`` (where it has one) however that is
+    split in two."""
     launch, blocking = host_seconds(job.cluster.gpu, job.execution, degrees.tp), job.execution.blocking_launch_seconds
     forward, inputs, weights = seconds
     seconds[0] = np.maximum(forward, launch) + blocking
+    if not backward:
+        return
     seconds[1] = inputs + blocking
     seconds[2] = np.maximum(inputs + weights, launch) - inputs
 

@@ -150,9 +150,8 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     cost = with_activations(job, unit, unit_cost(job, key, unit))
     network = Network(job.cluster, key, exchange_of(job, key, unit))
     execution = job.execution
-    again = recomputed(
-        cost.forward, rule, execution.recompute_stops_early, regathers=execution.keeps_gathered_input and execution.discards_outputs
-    )
+    regathers = execution.keeps_gathered_input and execution.discards_outputs
+    again = recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers) if cost.backward_input else ()
     moe = isinstance(kind_of(job, unit).ffn, Moe)
     sync = job.execution.moe_sync_seconds if moe and not is_host(job.cluster.gpu) and job.execution.graphs != "full" else 0.0
     layers = unit >= 0 or unit == MTP

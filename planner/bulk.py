@@ -145,7 +145,7 @@ def _passes(job: Job, degrees: Any, cost: LayerCost, unit: int, modes: Sequence[
 def _recomputed(job: Job, cost: LayerCost, rule: RecomputeRule) -> tuple[Operation, ...]:
     execution = job.execution
     regathers = execution.keeps_gathered_input and execution.discards_outputs
-    return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers)
+    return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers) if cost.backward_input else ()
 
 
 def _pass(

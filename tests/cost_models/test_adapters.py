@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from cost_models.bounds import bulk_lower_bounds
 from cost_models.execution import load_execution
 from cost_models.flops import flops_per_token, training_per_token
 from cost_models.job import Job
 from cost_models.layers import embedding_operations, head_operations, layer_operations
 from cost_models.layout import Layout
 from cost_models.memory import stage_memory
+from cost_models.memory_bulk import device_bytes
 from cost_models.passes import unit_weights
 from cost_models.stage_states import stage_holding
 from cost_models.step import estimate
@@ -179,3 +181,24 @@ def test_an_estimate_says_what_packing_means() -> None:
     assert even.packed["worst_tokens"] == 4096
     assert long.packed["worst_activation_bytes"] == 2 * max(s.activations for s in long.memory)
     assert "packed" not in estimate(job(), layout).to_json()
+
+
+@pytest.mark.parametrize("execution", ["megatron", "torchtitan", "axisplan"])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"lora_rank": 16}, {"lora_rank": 16, "lora_targets": ("attention",)}, {"frozen": ("mlp", "experts")},
+        {"frozen": ("embedding", "attention", "mlp", "norm")}, {"documents": ((512, 10), (4096, 1))},
+    ],
+)  # fmt: skip
+def test_bulk_figures_hold_for_what_is_not_trained_too(facts: dict[str, object], execution: str) -> None:
+    """Bounds lie below the estimate, bulk memory is the memory of each, whatever is frozen and whether the loss is chunked."""
+    for chunk in (0, 1024):
+        work = job(execution=execution, **facts)
+        work = replace(work, execution=work.execution.with_(loss_chunk_tokens=chunk))
+        texts = ("tp=2,zero=1", "tp=4,pp=2,zero=3", "cp=2,zero=3,recompute=full", "tp=2,pp=2,micro_batch=2,zero=1,recompute=full")
+        chosen = [Layout.parse(text, 8) for text in texts]
+        for layout, needed in zip(chosen, device_bytes(work, chosen), strict=True):
+            low = bulk_lower_bounds(work, tp=layout.tp, pp=layout.pp, micro_batch=layout.micro_batch, dp=layout.dp, cp=layout.cp)
+            assert float(low) <= estimate(work, layout, detail=False).step_seconds * (1 + 1e-9)
+            assert max(s.needed for s in stage_memory(work, layout)) == pytest.approx(needed, rel=1e-6)
