@@ -58,7 +58,7 @@ def main() -> None:
 
     worst, alone = 0.0, dict[str, Any]()
     with arguments.out.open("a" if arguments.skip else "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         if not arguments.skip:
             writer.writerow(["processes", "layout", "model", "trained", "loss_error", "gradient_error", "tensor"])
         for world, layout, model, facts in cases()[arguments.skip :]:

@@ -30,13 +30,16 @@ def random_job(seed: int) -> tuple[Job, str]:
     model: ModelSpec = uniform(
         f"random-{seed}", Layer(mixer=mixer, ffn=ffn), pick.choice([4, 6, 8]), hidden=32, vocab=64, tied=pick.random() < 0.3
     )
+    extra = random.Random(1000 + seed)
+    if extra.random() < 0.2:
+        model = model.model_copy(update={"mtp": 1})
+    lora = 4 if extra.random() < 0.2 else 0
     degree = pick.choice([d for d in (2, 4) if d <= world])
     pins = [f"tp={degree}", f"pp={degree}", f"cp={degree}", f"zero={pick.choice([0, 1, 2, 3])}", ""]
     if isinstance(ffn, Moe):
         pins.append(f"ep={degree}")
-    job = Job(
-        model, load_cluster(f"cpu:1x{world}"), load_execution("axisplan"), pick.choice([32, 64]), pick.choice([8, 16]), "fp32"
-    )
+    execution, length, batch = load_execution("axisplan"), pick.choice([32, 64]), pick.choice([8, 16])
+    job = Job(model, load_cluster(f"cpu:1x{world}"), execution, length, batch, "fp32", lora_rank=lora)
     return job, pick.choice(pins)
 
 
@@ -51,7 +54,13 @@ def test_a_random_plan_trains(processes: Callable[..., list[Any]], seed: int) ->
     except (InputError, DoesNotFit):
         job, pin = random_job(seed)
         plan = solve(PlanRequest(job))
-    settings = {"seq_len": job.seq_len, "global_batch": job.global_batch, "precision": job.precision, "steps": 2}
+    settings = {
+        "seq_len": job.seq_len,
+        "global_batch": job.global_batch,
+        "precision": job.precision,
+        "steps": 2,
+        "lora_rank": job.lora_rank,
+    }
     world = plan.layout_object.world
     got = processes(world, "train_spec", spec=job.model.model_dump(mode="json"), layout=plan.layout_text, settings=settings)
     assert all(0 < loss < 10 for loss in got[0]), plan.layout_text
