@@ -28,11 +28,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ends:
-    """Seconds that a rank's collectives and optimizer add at least before its first action (``start``) and after its last (``end``): of one
-    layer by column and kind, and what embedding and head may take off (column; negative where more of them hides)."""
+    """Seconds that a rank's collectives and optimizer add at least before its first action (``start``) and after its last (``end``;
+    ``end_own``: where more recompute costs more than the reduction that it hides, so that it is taken as the least): of one layer
+    by column and kind, and what embedding and head may take off (column; negative where more of them hides)."""
 
     start: Floats
     end: Floats
+    end_own: Floats
     start_least: Floats
     end_least: Floats
 
@@ -134,7 +136,7 @@ class Sharding:
         """What a layer adds at its rank's ends; ``bulk``: seconds of the same columns' passes."""
         job, execution = self.job, self.job.execution
         model, layers = job.model, job.model.num_layers
-        start, end = np.zeros_like(bulk.f), np.zeros_like(bulk.f)
+        start, end, own = np.zeros_like(bulk.f), np.zeros_like(bulk.f), np.zeros_like(bulk.f)
         gathers = self.gathers_once if self.zero == 3 else np.full(len(self.dense), self.zero in (1, 2))
         traffic = execution.optimizer_traffic * OPTIMIZER_SHARE[job.optimizer] / job.cluster.gpu.memory_bytes_per_second
         ways = (self.dense, self.expert) if self.zero else (1, 1)
@@ -145,6 +147,7 @@ class Sharding:
         for k, layer in enumerate(model.kinds):
             whole, trained = self.held(layer_weights(model, layer))
             back, front = USABLE * (bulk.b[:, k].max(axis=1) + bulk.w[:, k]), USABLE * bulk.f[:, k]
+            short = USABLE * (bulk.b[:, k].min(axis=1) + bulk.w[:, k])
             for seconds, counts, window, overlap, out, place in (
                 (self.reduce(trained.times(layers)), (trained.dense, trained.expert), back, execution.dp_overlap, end, 1),
                 (self.gather(whole.times(layers)), (whole.dense, whole.expert), front, ahead, start, 0),
@@ -156,11 +159,17 @@ class Sharding:
                     one = np.where(happens, one / layers, 0.0)
                     value, slope = _line(one, share, window, overlap)
                     out[:, k] += value
+                    if place:
+                        narrow, steep = _line(one, share, short, overlap)
+                        own[:, k] += narrow
+                        slope = np.maximum(slope, steep)
                     if k == 0:
                         least[place] = least[place] - slope * more[place]
             if job.optimizer != "muon" and not self.degrees_offload:
-                end[:, k] += traffic * (trained.dense / ways[0] + trained.expert / ways[1])
-        return Ends(start, end, least[0], least[1])
+                update = traffic * (trained.dense / ways[0] + trained.expert / ways[1])
+                end[:, k] += update
+                own[:, k] += update
+        return Ends(start, end, own, least[0], least[1])
 
     degrees_offload = False
     """Whether optimizer states may live in host memory, where their update is bounded by nothing here."""

@@ -184,6 +184,7 @@ class Cores:
             "transfer": self._transfer(rows) if key[1] > 1 else nothing,
             "hidden": np.stack([f, b], axis=1) if paired else np.zeros((number, 2)),
             "start": nothing if ends is None else ends.start.min(axis=1), "end": nothing if ends is None else ends.end.min(axis=1),
+            "end_own": nothing if ends is None else ends.end_own.min(axis=1),
             "least": nothing if ends is None else ends.start_least + ends.end_least,
             "credit": self._credit(bulk, f + b + w, chunks),
         }  # fmt: skip

@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.communication import INTERFERENCE
 from cost_models.layout import V_SHAPED
 from cost_models.schedules import KINDS, order_rows, period
+from cost_models.update import USABLE
 from planner.columns import Paths
 
 Floats = npt.NDArray[np.float64]
@@ -29,15 +31,20 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 ROUNDING = 1e-9
 """Layers by which a capacity may miss a whole number through rounding."""
+HIDDEN = USABLE * (1 - INTERFERENCE)
+"""Seconds of a rank's gradient reduction that a second more of its backward hides at most."""
 ROUNDS = 6
 """Rounds of propagation: each only tightens."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of columns of one shape, by column first. Seconds of one microbatch: ``f``, ``b`` (least mode), ``w`` of a layer of the main
-    kind, ``again`` column x mode what recompute adds; ``embedding``, ``head`` column x (f, b, w); ``transfer``; ``hidden`` column x (f, b)
-    what a pair hides of a layer; ``start``, ``end``: what a layer adds before its rank's first action (gathering) and after its last (gradient
+    """Costs of columns of one shape, by column first. Seconds of one microbatch: ``f``, ``b`` (least mode), ``w`` of a layer
+    of the main
+    kind, ``again`` column x mode what recompute adds; ``embedding``, ``head`` column x (f, b, w); ``transfer``; ``hidden``
+    column x (f, b)
+    what a pair hides of a layer; ``start``, ``end``: what a layer adds before its rank's first action (gathering) and after
+    its last (gradient
     reduction, optimizer), ``least``: what embedding and head take off both. Bytes: ``state`` and ``kept`` column x mode of a
     layer, ``waits`` what it
     holds for its weight gradient, ``room`` column x rank. ``credit``: seconds by column and
@@ -54,6 +61,7 @@ class Costs:
     hidden: Floats
     start: Floats
     end: Floats
+    end_own: Floats
     least: Floats
     state: Floats
     kept: Floats
@@ -82,8 +90,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Flying:
-    """By rank, at its moment with most in flight: microbatches ``alive`` and ``waiting`` for their weight gradient, in the mean over its
-    chunks; what an imbalance of its chunks may take off each, in layers; microbatches alive of the last chunk where the rank holds it."""
+    """By rank, at its moment with most in flight: microbatches ``alive`` and ``waiting`` for their weight gradient, in the
+    mean over its
+    chunks; what an imbalance of its chunks may take off each, in layers; microbatches alive of the last chunk where the rank
+    holds it."""
 
     alive: Floats
     alive_off: Floats
@@ -142,7 +152,8 @@ class Shape:
         return out
 
     def ranks_hold(self, c: Costs, budget: Floats, layers: int) -> Bools:
-        """Whether ranks that have ``budget`` seconds (column x rank) for their layers' work on one microbatch, and their memory, can hold all
+        """Whether ranks that have ``budget`` seconds (column x rank) for their layers' work on one microbatch, and their
+    memory, can hold all
         layers."""
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
         time = np.repeat(np.maximum(each, 1e-30)[:, None], self.pp, axis=1)
@@ -178,15 +189,17 @@ class Shape:
         return alive, low, high
 
     def _most_of_ranks(self, c: Costs, seconds: Floats, low: Floats, high: Floats, layers: int, memory: bool) -> Floats:
-        """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where the others'
+        """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
+    the others'
         least is too long already."""
         t = self.table
         own = c.f[:, None] * t.own[0] + c.b[:, None] * t.own[1] + c.w[:, None] * t.own[2] - c.hidden @ t.paired
-        own = own + c.start[:, None] * t.starts + c.end[:, None] * t.ends
+        own = own + c.start[:, None] * t.starts + np.where(t.least_b >= 1, c.end_own[:, None], c.end[:, None]) * t.ends
+        again = np.where(t.least_b >= 1, t.least_b - HIDDEN * t.ends, t.least_b)
         budget = seconds[:, None] - self._fixed(c) - self._others(c, low, high, layers)
         time = np.maximum(budget, 0.0)
         most = (
-            self._most(c, time, own, c.again[:, None, :] * t.own[1][None, :, None], t.rank)
+            self._most(c, time, own, c.again[:, None, :] * again[None, :, None], t.rank)
             if memory
             else time / np.maximum(own, 1e-30)
         )
@@ -205,7 +218,8 @@ class Shape:
         return result
 
     def _others(self, c: Costs, low: Floats, high: Floats, layers: int) -> Floats:
-        """Column x path: the least that chunks of other ranks add. Each rank holds ``low`` layers at least, and all hold ``layers``: what
+        """Column x path: the least that chunks of other ranks add. Each rank holds ``low`` layers at least, and all hold
+    ``layers``: what
         is left of what they can hold, at most, is missing anywhere."""
         t = self.table
         by_low = self._along(c, low)
@@ -217,7 +231,8 @@ class Shape:
         return result
 
     def _along(self, c: Costs, loads: Floats) -> Floats:
-        """Column x path: what these loads of other ranks add at least. Where a path goes through all chunks of a rank alike, it meets all its
+        """Column x path: what these loads of other ranks add at least. Where a path goes through all chunks of a rank alike,
+    it meets all its
         layers; else as many in each chunk as the least of them holds."""
         all_, some = self.table.bare if c.hidden.any() else self.table.other
         each = np.floor(loads / self.vpp)
@@ -226,7 +241,8 @@ class Shape:
         return out
 
     def _most(self, c: Costs, budget: Floats, own: Floats, again: Floats, rank: Ints) -> Floats:
-        """Most layers (fractional) by column and path under both limits. Where all layers recompute, one layer's tensors exist whole
+        """Most layers (fractional) by column and path under both limits. Where all layers recompute, one layer's tensors exist
+    whole
         besides; a mixture has one layer at least of either mode, which is no less."""
         room, bytes_ = self.memory(c)
         beside = np.maximum(0.0, (c.kept.max(axis=1, keepdims=True) - c.kept)[:, None, :] - c.spare[:, :, None])
@@ -269,14 +285,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Table:
-    """Paths as the propagation reads them, by path: ``rank`` whose work they follow, ``own`` (f, b, w) mean coefficients of its chunks and
-    ``off`` the sums of their absolute deviations, ``paired`` what pairs hide of them, ``other`` coefficients of other ranks'
-    chunks (``_by_rank``), ``bare`` the same without paired ones, and ``peak`` their largest, ``most`` the largest coefficient of each chunk,
-    ``first``, ``last`` those of embedding and head,
-    ``p2p`` transfers, ``starts``, ``ends`` whether the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
+    """Paths as the propagation reads them, by path: ``rank`` whose work they follow; ``own`` (f, b, w) mean coefficients of its chunks,
+    ``least_b`` the least b of them, ``off`` the sums of their absolute deviations, ``paired`` what pairs hide of them; ``other``
+    coefficients of other ranks' chunks (``_by_rank``), ``bare`` the same without paired ones, ``peak`` their largest; ``most`` the
+    largest coefficient of each chunk; ``first``, ``last`` those of embedding and head; ``p2p`` transfers; ``starts``, ``ends`` whether
+    the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
 
     rank: Ints
     own: Floats
+    least_b: Floats
     off: Floats
     paired: Floats
     other: tuple[Floats, Floats]
@@ -305,14 +322,15 @@ class _Table:
         other = three * ~at
         bare = np.stack([other[0] - pf * ~at, other[1] - pb * ~at, other[2]])
         return cls(
-            rank, own, off, paired, _by_rank(other, mine), _by_rank(bare, mine),
+            rank, own, np.where(at, b, np.inf).min(axis=1), off, paired, _by_rank(other, mine), _by_rank(bare, mine),
             other.max(axis=2).T, three.max(axis=0), three[:, :, 0], three[:, :, -1], p2p,
             (first == rank).astype(float), (last == rank).astype(float), first, last,
         )  # fmt: skip
 
 
 def _by_rank(three: Floats, mine: Bools) -> tuple[Floats, Floats]:
-    """(f, b, w) coefficients of chunks as path x rank: (a layer's, where all chunks of the rank have the same; else the sum of its
+    """(f, b, w) coefficients of chunks as path x rank: (a layer's, where all chunks of the rank have the same; else the sum of
+    its
     chunks')."""
     total = three @ mine.T.astype(float)
     most = np.stack([np.where(row, three, -np.inf).max(axis=2) for row in mine], axis=2)
