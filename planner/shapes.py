@@ -39,17 +39,12 @@ ROUNDS = 6
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of columns of one shape, by column first. Seconds of one microbatch: ``f``, ``b`` (least mode), ``w`` of a layer
-    of the main
-    kind, ``again`` column x mode what recompute adds; ``embedding``, ``head`` column x (f, b, w); ``transfer``; ``hidden``
-    column x (f, b)
-    what a pair hides of a layer; ``start``, ``end``: what a layer adds before its rank's first action (gathering) and after
-    its last (gradient
-    reduction, optimizer), ``least``: what embedding and head take off both. Bytes: ``state`` and ``kept`` column x mode of a
-    layer, ``waits`` what it
-    holds for its weight gradient, ``room`` column x rank. ``credit``: seconds by column and
-    chunk by which one microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and rank;
-    ``spare``: what a rank has for one layer's whole tensors without more room (inf: it never needs them)."""
+    """Costs of columns of one shape, by column first. Seconds of one microbatch: ``f``, ``b`` (least mode), ``w`` of a layer of the main
+    kind, ``again`` column x mode what recompute adds; ``embedding``, ``head`` column x (f, b, w); ``transfer``; ``hidden`` column x (f, b)
+    what a pair hides of a layer; ``start``, ``end``, ``end_own``, ``least``: ``bulk_sharding.Ends``. Bytes: ``state`` and ``kept`` column
+    x mode of a layer, ``waits`` what it holds for its weight gradient, ``room`` column x rank; ``spare``: what a rank has for one
+    layer's whole tensors without more room (inf: it never needs them). ``credit``: seconds by column and chunk by which one
+    microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and rank by which they may need other."""
 
     f: Floats
     b: Floats
@@ -153,8 +148,7 @@ class Shape:
 
     def ranks_hold(self, c: Costs, budget: Floats, layers: int) -> Bools:
         """Whether ranks that have ``budget`` seconds (column x rank) for their layers' work on one microbatch, and their
-    memory, can hold all
-        layers."""
+        memory, can hold all layers."""
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
         time = np.repeat(np.maximum(each, 1e-30)[:, None], self.pp, axis=1)
         again = np.repeat(c.again[:, None, :], self.pp, axis=1)
@@ -190,8 +184,7 @@ class Shape:
 
     def _most_of_ranks(self, c: Costs, seconds: Floats, low: Floats, high: Floats, layers: int, memory: bool) -> Floats:
         """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
-    the others'
-        least is too long already."""
+        the others' least is too long already."""
         t = self.table
         own = c.f[:, None] * t.own[0] + c.b[:, None] * t.own[1] + c.w[:, None] * t.own[2] - c.hidden @ t.paired
         own = own + c.start[:, None] * t.starts + np.where(t.least_b >= 1, c.end_own[:, None], c.end[:, None]) * t.ends
@@ -219,8 +212,7 @@ class Shape:
 
     def _others(self, c: Costs, low: Floats, high: Floats, layers: int) -> Floats:
         """Column x path: the least that chunks of other ranks add. Each rank holds ``low`` layers at least, and all hold
-    ``layers``: what
-        is left of what they can hold, at most, is missing anywhere."""
+        ``layers``: what is left of what they can hold, at most, is missing anywhere."""
         t = self.table
         by_low = self._along(c, low)
         ends = low[:, t.first_rank] * c.start[:, None] * (1 - t.starts) + low[:, t.last_rank] * c.end[:, None] * (1 - t.ends)
@@ -232,8 +224,7 @@ class Shape:
 
     def _along(self, c: Costs, loads: Floats) -> Floats:
         """Column x path: what these loads of other ranks add at least. Where a path goes through all chunks of a rank alike,
-    it meets all its
-        layers; else as many in each chunk as the least of them holds."""
+        it meets all its layers; else as many in each chunk as the least of them holds."""
         all_, some = self.table.bare if c.hidden.any() else self.table.other
         each = np.floor(loads / self.vpp)
         f, b, w = (loads @ x.T + each @ y.T for x, y in zip(all_, some, strict=True))
@@ -242,8 +233,7 @@ class Shape:
 
     def _most(self, c: Costs, budget: Floats, own: Floats, again: Floats, rank: Ints) -> Floats:
         """Most layers (fractional) by column and path under both limits. Where all layers recompute, one layer's tensors exist
-    whole
-        besides; a mixture has one layer at least of either mode, which is no less."""
+        whole besides; a mixture has one layer at least of either mode, which is no less."""
         room, bytes_ = self.memory(c)
         beside = np.maximum(0.0, (c.kept.max(axis=1, keepdims=True) - c.kept)[:, None, :] - c.spare[:, :, None])
         alone = np.maximum(room[:, :, None] - beside, 0.0)[:, rank]
