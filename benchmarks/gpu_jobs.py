@@ -54,7 +54,9 @@ TINY = tuple(
 
 def shortened(model: ModelSpec, layers: int) -> ModelSpec:
     """``model`` with its first ``layers`` layers alone."""
-    return model.model_copy(update={"pattern": model.pattern[:layers], "name": f"{model.name}-{layers}-layers"}) if layers else model
+    return (
+        model.model_copy(update={"pattern": model.pattern[:layers], "name": f"{model.name}-{layers}-layers"}) if layers else model
+    )
 
 
 def narrowed(model: ModelSpec) -> ModelSpec:

@@ -203,10 +203,12 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | 
     for warning in plan.warnings:
         out.print(f"warning: {warning}", soft_wrap=True)
     if saved_as:
-        out.print(
-            f"\nplan written to {saved_as}; next: axisplan explain {saved_as}, axisplan emit {saved_as} --out launch",
-            soft_wrap=True,
+        from planner.emit.possible import own_target
+
+        launch = (
+            f", axisplan emit {saved_as} --out launch" if own_target(plan) else f", axisplan report {saved_as} --out report.html"
         )
+        out.print(f"\nplan written to {saved_as}; next: axisplan explain {saved_as}{launch}", soft_wrap=True)
 
 
 BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -37,7 +37,7 @@ LAUNCHERS = ("torchrun", "slurm", "kubernetes", "skypilot")
 
 @command("emit", "axisplan emit plan.json --target axisplan --launcher torchrun --out launch")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--target", type=click.Choice(TARGETS), default="axisplan", show_default=True)
+@click.option("--target", type=click.Choice(TARGETS), help="Default: what the plan was made for, else axisplan.")
 @click.option("--launcher", type=click.Choice(LAUNCHERS), default="torchrun", show_default=True)
 @click.option("--data", multiple=True, help="Training text or prepared data (other targets: data in the target's own form).")
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
@@ -49,17 +49,27 @@ LAUNCHERS = ("torchrun", "slurm", "kubernetes", "skypilot")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
 @as_json
 def emit(
-    plan: Path, target: str, launcher: str, data: tuple[str, ...], extra: tuple[str, ...], out: Path, as_json: bool, **numbers: Any
+    plan: Path,
+    target: str | None,
+    launcher: str,
+    data: tuple[str, ...],
+    extra: tuple[str, ...],
+    out: Path,
+    as_json: bool,
+    **numbers: Any,
 ) -> None:
     """The launch files of a plan: a folder with the plan, the settings, launch.sh and a README."""
     from planner.emit.core import EmitSettings
     from planner.emit.core import emit as write
+    from planner.emit.possible import own_target
     from planner.plan import Plan
 
+    made = Plan.load(plan)
+    target = target or own_target(made) or "axisplan"
     folder = out.resolve()
     found = tuple(os.path.relpath(Path(d).resolve(), folder) if target == "axisplan" else d for d in data)
     settings = EmitSettings(data=found, options=pairs_of("--set", extra), **numbers)
-    written = write(Plan.load(plan), target, launcher, out, settings)
+    written = write(made, target, launcher, out, settings)
     if as_json:
         show_json({"target": target, "launcher": launcher, "folder": str(out), "files": [path.name for path in written]})
         return

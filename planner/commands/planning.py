@@ -32,7 +32,9 @@ wish_options = options(
     click.option("--pin", "pins", default="", metavar="KEY=VALUE,...", help="Fix or cap keys of the layout, e.g. tp=8,pp<=4."),
     click.option("--exclude", multiple=True, metavar="KEY=VALUE,...", help="Leave out layouts that have all of these values."),
     click.option("--prove", is_flag=True, help="Go on until the gap is closed (1e-4)."),
-    click.option("--time-limit", type=float, metavar="SECONDS", help="End the search after this long with what it has, the gap said."),
+    click.option(
+        "--time-limit", type=float, metavar="SECONDS", help="End the search after this long with what it has, the gap said."
+    ),
     click.option("--allow-offload", "offload", is_flag=True, help="Optimizer state and activations may live in host memory."),
 )
 top_option = click.option("--top", type=Count(0, 50), default=3, show_default=True, help="Runners-up to show.")

@@ -11,11 +11,17 @@ from planner.plan import Plan
 from profiles.errors import InputError
 
 
+def own_target(plan: Plan) -> str | None:
+    """The target of ``TARGETS`` that the plan was made for; None where its execution is no target (``fsdp``)."""
+    target = limits_of(plan.job()).target
+    return target if target in TARGETS else None
+
+
 def refusal(plan: Plan) -> str | None:
     """Why ``axisplan emit`` would refuse the plan for its own target (a model that the target does not build); None where it would not,
     or the execution is no target."""
-    target = limits_of(plan.job()).target
-    if target not in TARGETS:
+    target = own_target(plan)
+    if target is None:
         return None
     module: Any = importlib.import_module(TARGETS[target])
     try:
