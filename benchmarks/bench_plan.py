@@ -113,6 +113,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> None:
 def save(part: str, rows: list[dict[str, Any]]) -> None:
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     host = f"{platform.machine()}, {platform.processor() or 'processor not named'}, Python {platform.python_version()}, one core"
+    host += f", {os.getloadavg()[0]:.0f} other processes running at the end"
     kept[part] = {"date": datetime.now(UTC).date().isoformat(), "host": host, "rows": rows}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
