@@ -47,6 +47,8 @@ LOADS = 64
 """Loads of one column simulated at most, to prove."""
 STEPS, CROWD = 6, 60
 """Entries opened after a shape, where that many wait: a better answer then leaves fewer."""
+CLOSE = 0.95
+"""Share of the first answer's seconds above which no further family is asked for one."""
 LIKELY, FIRST = 8, 16
 """Rows that look fastest, bounded and answered before the rest; entries opened for them."""
 
@@ -194,25 +196,28 @@ class Search:
             if fitted == most or place - fitted > spare:
                 break
             some = False
-            for shard in self._likely(row.prefix, batch):
-                column, fitting = self.column(row.prefix, batch, shard)
-                answer = quick(column, fitting, self.policies(batch, row.prefix))
-                some = some or answer is not None
-                self._keep(answer, row.prefix, batch, shard)
-                if answer is not None and not any(n for mix in answer.mixes for r in mix for n in r[1:]):
+            for shards in self._likely(row.prefix, batch):
+                plain = False
+                for shard in shards:
+                    column, fitting = self.column(row.prefix, batch, shard)
+                    answer = quick(column, fitting, self.policies(batch, row.prefix))
+                    self._keep(answer, row.prefix, batch, shard)
+                    some = some or answer is not None
+                    plain = plain or (answer is not None and not any(n for mix in answer.mixes for r in mix for n in r[1:]))
+                if plain:
                     break
             fitted += some
         return fitted > 0
 
-    def _likely(self, prefix: Prefix, batch: Batch) -> list[Shard]:
-        """A few shard choices: sharded optimizer over all, whole replicas, everything sharded."""
+    def _likely(self, prefix: Prefix, batch: Batch) -> list[list[Shard]]:
+        """A few shard choices, with each dispatcher: sharded optimizer over all, whole replicas, everything sharded."""
         shards = self.space.columns_of(prefix, batch)
-        out: list[Shard] = []
+        out: list[list[Shard]] = []
         for zero in (0, 1, 2, 3) if prefix.dp * prefix.cp <= 8 else (1, 2, 3, 0):
             some = [s for s in shards if s.zero == zero]
-            if some:
-                out.append(max(some, key=lambda s: s.dp_shard))
-        return out
+            ways = dict.fromkeys(s.dispatcher for s in some)
+            out.append([max((s for s in some if s.dispatcher == way), key=lambda s: s.dp_shard) for way in ways])
+        return [group for group in out if group]
 
     # -- the search -------------------------------------------------------------------------------------------------
 
@@ -343,19 +348,18 @@ class Search:
         yield bound, (one, shard, exact)
 
     def _first_answers(self, left: npt.NDArray[np.int64], most: int = 60) -> None:
-        """Quick answers of rows of different families of degrees that look fast, until one fits and the next look slower."""
+        """Quick answers of rows of different families of degrees that look fast, until one fits and the next look little faster: behind a
+        poor answer nothing is cut, and effort is spent on what is no better."""
         hopes = self._hopes(self.least)
         left = left[np.lexsort((left, hopes[left]))]
         seen: set[tuple[int, ...]] = set()
         for i in left:
-            if hopes[i] >= self.fastest or len(seen) == most:
+            if hopes[i] >= CLOSE * self.fastest or len(seen) == most:
                 return
             degrees = family(self.rows.prefixes[self.rows.at[i]], None)
-            if degrees in seen:
-                continue
-            seen.add(degrees)
-            if self.try_row(self.rows[int(i)], 1):
-                return
+            if degrees not in seen:
+                seen.add(degrees)
+                self.try_row(self.rows[int(i)], 1)
 
     def late(self) -> bool:
         """Whether the time allowed is over."""
