@@ -150,7 +150,7 @@ training_options = options(
 job_options = options(
     click.argument("model"),
     click.option("--cluster", required=True, help="Built-in name such as h100-sxm:64x8 (64 nodes of 8), or a YAML file."),
-    click.option("--gpus", type=Tokens(), help="Use this many GPUs of the cluster (default: all)."),
+    click.option("--gpus", type=Tokens(), help="Plan for this many GPUs of this kind of cluster (default: those it has)."),
     click.option("--seq-len", type=Tokens(), required=True, help="Tokens a sequence (8k = 8192)."),
     click.option(
         "--global-batch", type=Batches(), required=True, help="Sequences a step; for plan also a range of tokens, 4M..16M."
@@ -244,11 +244,32 @@ def make_job(
         documents=documents_of(documents) if documents else (),
         routing=imbalances(routing, shapes) if routing is not None else (),
     )
+    refuse_nothing_to_train(job)
     if profile is None:
         return job
     from planner.layer_profiles import with_profile
 
     return with_profile(job, profile)
+
+
+def refuse_nothing_to_train(job: Job) -> None:
+    """Raises InputError where what is frozen, or where adapters stand, leaves no weight of the model to train."""
+    from cost_models.job import ADAPTED, PARTS
+
+    if not (job.lora_rank or job.frozen):
+        return
+    names = {"mlp": "dense_mlp", "experts": "routed_experts", "shared": "shared_experts"}
+    held = job.model.parameters.as_dict()
+    present = [part for part in PARTS if held[names.get(part, part)]]
+    if any(job.trains(part) or job.adapts(part) for part in present):
+        return
+    if job.lora_rank:
+        near = [part for part in present if part in ADAPTED]
+        rule = f"{job.model.name} has none of these parts: nothing would be trained"
+        raise InputError("--lora-targets", ",".join(job.lora_targets), rule, ",".join(near))
+    raise InputError(
+        "--freeze", ",".join(job.frozen), f"leaves nothing of {job.model.name} to train", ",".join(job.frozen[:-1]) or None
+    )
 
 
 def read_facts(facts: tuple[str, ...]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from cost_models.uncertainty import chance_faster, flipping_cause
 from planner.legality import binding_category, read_layout, violations
 from planner.plan import Plan
 from planner.remedies import REMEDIES
+from planner.screen import seconds
 from profiles.hardware import describe
 
 NEAR_LIMIT = 0.85
@@ -129,7 +130,7 @@ def why_not(job: Job, chosen: StepEstimate, other: Layout) -> dict[str, Any]:
     most = max(loses, key=lambda c: loses[c])
     word = "slower" if found.step_seconds >= chosen.step_seconds else "faster"
     out["says"] = (
-        f"it is {100 * abs(out['slower']):.1f} % {word}: {most.replace('_', ' ')} takes {1e3 * loses[most]:+.1f} ms more; "
+        f"it is {100 * abs(out['slower']):.1f} % {word}: {most.replace('_', ' ')} takes {seconds(loses[most])} more; "
         f"the chance that it is really faster is {100 * out['chance_faster']:.0f} %"
     )
     return out

@@ -15,12 +15,12 @@ MOST = 10**12 - 1
 
 
 def nearest_count(text: str, fallback: int | str, low: int = 1, high: int = MOST) -> int | str:
-    """The whole number within [low, high] nearest to what ``text`` seems to say (``-8``, ``8.5k``, ``8q``, ``100G``); else ``fallback``."""
-    match = re.match(r"\s*([+-]?(?:\d+\.?\d*|\.\d+))\s*([a-zA-Z]?)", text)
+    """The whole number within [low, high] nearest to what ``text`` seems to say (``-8``, ``8.5k``, ``1e3``, ``8q``); else ``fallback``."""
+    match = re.match(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Z]?)", text)
     if not match:
         return fallback
     value = float(match[1]) * SCALES.get(match[2].lower(), 1)
-    return max(low, min(high, round(value)))
+    return round(max(low, min(high, value)))
 
 
 class Count(click.ParamType):  # type: ignore[type-arg,unused-ignore]

@@ -100,6 +100,8 @@ def read_batches(text: str, seq_len: int, gpus: int) -> tuple[int, ...]:
     if not dots:
         return (read.convert(text, None, None),)
     least, most = (read.convert(part, None, None) for part in (low, high))
+    if least > most:
+        raise InputError("--global-batch", text, "is a range of tokens a step, the smaller number first", f"{high}..{low}")
     first, last = -(-least // seq_len), most // seq_len
     if first > last:
         raise InputError(

@@ -111,7 +111,8 @@ def show_inspect(out: Console, name: str, document: Mapping[str, Any]) -> None:
         rows.append(("MTP modules, apart", count(parameters["mtp"]), f"{parameters['mtp']:,}", ""))
     out.print(table(f"{name}: parameters", ("part", "", "exact", "share"), rows))
     flops = document["flops_per_token"]
-    out.print(table("FLOPs a token", ("", ""), [(k.replace("_", " "), count(v)) for k, v in flops.items()]))
+    columns = ("sequences of", f"{document['seq_len']:,}")
+    out.print(table("FLOPs a token", columns, [(k.replace("_", " "), count(v)) for k, v in flops.items()]))
     for note in document.get("notes", ()):
         out.print(f"note: {note}")
 

@@ -245,7 +245,8 @@ def load_cluster(text: str) -> ClusterSpec:
             raise InputError("cluster", text, f"whole nodes of {per_node}", f"{kind}:{max(total // per_node, 1)}x{per_node}")
         nodes = total // per_node
     if not 1 <= nodes * per_node <= 1 << 20:
-        raise InputError("cluster", text, "between 1 and 1,048,576 GPUs", f"{kind}:1x{data['gpus_per_node']}")
+        most = (1 << 20) // data["gpus_per_node"] if nodes * per_node else 1
+        raise InputError("cluster", text, "between 1 and 1,048,576 GPUs", f"{kind}:{most}x{data['gpus_per_node']}")
     return _shaped(kind, data, nodes, per_node)
 
 

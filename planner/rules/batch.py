@@ -106,7 +106,10 @@ def sequence_divides(case: Case) -> Iterator[Break]:
         )
         up = math.ceil(seq / unit) * unit
         yield Break(
-            "seq_len", seq, f"does not divide by {parts} = {unit}; the next length that does is {up}", _multiples(unit, seq)
+            "seq_len",
+            seq,
+            f"{seq} tokens a sequence do not divide by {parts} = {unit}; the next length that does is {up}",
+            _multiples(unit, seq),
         )
 
 

@@ -182,7 +182,7 @@ def stages_hold_all_layers(case: Case) -> Iterator[Break]:
     if len(layout.stages) != layout.pp * layout.vpp:
         yield Break("stages", shown, f"needs pp*vpp = {layout.pp * layout.vpp} counts, has {len(layout.stages)}", ())
     elif sum(layout.stages) != layers:
-        yield Break("stages", shown, f"hold {sum(layout.stages)} layers, the model has {layers}", ())
+        yield Break("stages", shown, f"the stages hold {sum(layout.stages)} layers, the model has {layers}", ())
     empty = [i for i, n in enumerate(layout.stages) if n == 0]
     if empty and not case.limits.empty_stages:
         yield Break("stages", shown, f"stage {empty[0]} is empty", ())

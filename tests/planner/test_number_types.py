@@ -16,7 +16,8 @@ PLAN = ["plan", "llama-tiny", "--cluster", "cpu:1x2", "--seq-len", "128", "--glo
         ("8.5k", 8704),
         ("8q", 8),
         ("2.6", 3),
-        ("1e3", 1),
+        ("1e3", 1000),
+        ("1e999", 10**12 - 1),
         ("100G", 100 * 1024**3),
         ("9999T", 10**12 - 1),
         ("k", "8k"),
@@ -45,3 +46,22 @@ def test_a_number_that_cannot_be_is_refused_in_one_line_with_the_nearest_that_ca
     assert (code, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
     assert option in err and f"nearest: {nearest}" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--lora", "16", "--lora-targets", "experts"), "--lora-targets: 'experts': llama-3-8b has none of these parts"),
+        (("--freeze", "attention,mlp,embedding,head,norm"), "leaves nothing of llama-3-8b to train"),
+    ],
+)
+def test_a_job_that_trains_nothing_is_refused(invoke, options: tuple[str, ...], says: str) -> None:
+    command = ("plan", "llama-3-8b", "--cluster", "h100-sxm:1x8", "--seq-len", "8k", "--global-batch", "128")
+    code, out, err = invoke(*command, *options)
+    assert (code, out) == (2, "")
+    assert says in err and "nearest: attention,mlp" in err
+
+
+def test_a_range_that_runs_downwards_is_named(invoke) -> None:
+    code, _, err = invoke("plan", "llama-tiny", "--cluster", "cpu:1x4", "--seq-len", "256", "--global-batch", "16k..4k")
+    assert code == 2 and "the smaller number first; nearest: 4k..16k" in err

@@ -275,7 +275,7 @@ def test_names_as_users_and_runs_write_them() -> None:
         ("h100-sxm:2by8", "h100-sxm:1x8"),
         ("h100-sxm:12", "whole nodes"),
         ("h100-sxm:0x8", "between 1 and"),
-        ("h100-sxm:99999999x8", "between 1 and"),
+        ("h100-sxm:99999999x8", "between 1 and 1,048,576 GPUs; nearest: h100-sxm:131072x8"),
         ("", "not known"),
         ("nowhere/file.yaml", "cannot be read"),
         ("missing.yaml", "cannot be read"),
