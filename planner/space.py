@@ -122,6 +122,9 @@ class Space:
                 raise InputError("--pin", str(wish), rule, None)
         self.job, self.pins, self.excluded, self.offload = job, tuple(pins), tuple(tuple(e) for e in excluded), offload
         self.limits: Limits = limits_of(job)
+        if offload and not self.limits.offload:
+            rule = f"{self.limits.target} offloads nothing; plan it for another --execution"
+            raise InputError("--allow-offload", True, rule, "--execution megatron")
         self._memo: dict[tuple[str, tuple[Any, ...]], bool] = {}
         self._rules: dict[tuple[frozenset[str], frozenset[str]], list[Rule]] = {}
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}

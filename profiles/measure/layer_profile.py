@@ -96,6 +96,9 @@ class LayerProfile(_Record):
             raise InputError("profile", path, f"cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
         except ValidationError as error:
             first = error.errors()[0]
+            if first["type"] == "missing":
+                what = ".".join(map(str, first["loc"]))
+                raise InputError("profile", path, f"lacks {what}: not a file of axisplan profile layer --out") from None
             raise InputError(f"profile.{'.'.join(map(str, first['loc']))}", first["input"], first["msg"]) from None
         except (ValueError, yaml.YAMLError):
             raise InputError("profile", path, "is neither YAML nor JSON") from None

@@ -65,3 +65,9 @@ def test_a_job_that_trains_nothing_is_refused(invoke, options: tuple[str, ...], 
 def test_a_range_that_runs_downwards_is_named(invoke) -> None:
     code, _, err = invoke("plan", "llama-tiny", "--cluster", "cpu:1x4", "--seq-len", "256", "--global-batch", "16k..4k")
     assert code == 2 and "the smaller number first; nearest: 4k..16k" in err
+
+
+def test_host_memory_is_refused_where_the_execution_cannot_use_it(invoke) -> None:
+    code, out, err = invoke(*PLAN, "--allow-offload")
+    assert (code, out) == (2, "")
+    assert "axisplan offloads nothing" in err

@@ -41,7 +41,8 @@ def _possible(model: ModelSpec, target: str) -> None:
     """Raise for what no flag expresses."""
     for layer in model.kinds:
         if not isinstance(layer.mixer, (Attention, LatentAttention)) or layer.beside is not None:
-            what = "no mixer" if layer.mixer is None else layer.mixer.kind.replace("_", " ")
+            mixers = [m.kind.replace("_", " ") for m in (layer.mixer, layer.beside) if m is not None]
+            what = " beside ".join(mixers) or "no mixer"
             raise refuse(target, f"{model.name} has layers with {what}; pretrain_gpt.py builds softmax and latent attention")
         if layer.ffn is None:
             raise refuse(target, f"{model.name} has layers without a feed-forward")
