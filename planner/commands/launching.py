@@ -172,7 +172,11 @@ axisplan run plan.json --data tokens --eval-data held-out.txt --eval-every 50 --
     help="Write the last step of every stage over the predicted one, for Perfetto or chrome://tracing.",
 )
 @click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), help="Add the measured run to this runs.csv too.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where checkpoints and metrics go (default: run/ beside the plan).")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Where metrics and checkpoints (--set checkpoint_every=N; else none) go (default: run/ here, or beside --settings).",
+)
 @click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="Any other training setting.")
 @click.option(
     "--restarts",
@@ -222,10 +226,16 @@ def run(
     for pair in extra:
         arguments += ["--set", pair]
 
+    trained = False
+
     def record(line: dict[str, Any]) -> None:
+        nonlocal trained
+        trained = True
         click.echo(json.dumps(line) if as_json else screen.step_line(line))
 
     launch(arguments, loaded.layout_object.world, record, port=port, restarts=restarts)
+    if not trained:
+        click.echo("nothing to train: the last checkpoint already has all of --steps", err=True)
 
 
 @command("export", "axisplan export run --out my-model\naxisplan export run/checkpoints/step-00000200 --dtype fp32 --out my-model")

@@ -122,6 +122,8 @@ class Launch:
     start: str
     executable: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    log: str = ""
+    """The file that has what rank 0 printed, in the README's last line; none: the target's own."""
 
 
 @dataclass(frozen=True)

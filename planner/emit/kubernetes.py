@@ -55,6 +55,7 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     notes = (
         f"Run it in this folder; the pods find its files in {FOLDER}. With the training operator v1 apply pytorchjob.yaml instead.",
         "Pods must land one on a node, with the node's GPUs whole; node ranks are the operator's pod numbers.",
+        "Keep what the pod of node 0 prints, for the comparison below: `kubectl logs POD > log.txt`.",
         "Add --check to the arguments for a run that measures nodes and links instead of training.",
     )
     return Launch(files, start, notes=notes)

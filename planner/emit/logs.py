@@ -187,7 +187,7 @@ def row_of(plan: Plan, measured: Measured, *, identity: str, source: str, note: 
     framework = str(plan.execution.get("name", "axisplan"))
     notes = [note] if note else []
     trusted = "no" if "blocking" in measured.form else "yes"
-    notes.append(f"median of {measured.counted} steps of a {measured.form} log after {measured.skipped}; axisplan {__version__}")
+    notes.append(f"median of {measured.counted} steps of the {measured.form} log after {measured.skipped}; axisplan {__version__}")
     if layout.stages or layout.dispatcher != "alltoall" or layout.offload or layout.dp_replicate > 1 < layout.dp_shard:
         notes.append(f"layout {layout.text()}")
     values: dict[str, Any] = {

@@ -53,5 +53,5 @@ def readme(plan: Plan, program: Program, start: Launch) -> str:
             f"{seconds(estimate['step_seconds_high'])}), {gib(worst['device'])} on the fullest rank (stage {worst['stage']})"
         ),
         version=plan.axisplan,
-        log=program.log,
+        log=start.log or program.log,
     )

@@ -39,10 +39,11 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
         f"--container-image={options['container']}",
         '--container-mounts="$here:$here' + (f",{options['mounts']}" if options["mounts"] else "") + '"',
     ]
+    name = plain_name(str(plan.model["name"]))
     job = fill(
         "job.sbatch",
         title=comment(title(plan)),
-        name=plain_name(str(plan.model["name"])),
+        name=name,
         nodes=str(cluster.hosts),
         per_node=str(per_node),
         processes=str(cluster.hosts * per_node),
@@ -50,7 +51,6 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
         within=within,
         options="\n".join(lines),
         container=" ".join(container) if options["container"] else "",
-        log=program.log,
     )
     files = {"job.sbatch": job, "node.sh": fill("node.sh"), "places.awk": fill("places.awk")}
     arguments = " ".join(program.arguments)
@@ -58,4 +58,5 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
         "Submit it from this folder. The job stops before training when a node is missing, has too few GPUs, or a "
         "tensor-parallel group would leave its node; the log then has the map of ranks.",
     )
-    return Launch(files, f"sbatch job.sbatch {arguments}".strip(), executable=("job.sbatch", "node.sh"), notes=notes)
+    start = f"sbatch job.sbatch {arguments}".strip()
+    return Launch(files, start, executable=("job.sbatch", "node.sh"), notes=notes, log=f"{name}-JOBID.log")

@@ -15,6 +15,7 @@ import datetime
 import json
 import shutil
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def find(path: Path) -> Path:
             return folder
         if (last := latest(folder)) is not None:
             return last
-    raise InputError("checkpoint", path, "holds no whole checkpoint of axisplan run")
+    raise InputError("checkpoint", path, "holds no whole checkpoint; axisplan run --set checkpoint_every=N writes them")
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -197,9 +198,8 @@ def load(trainer: Any, path: Path) -> dict[str, Any]:
     trainer.optimizer.prepare(facts["step"])
     try:
         read_state(state_of(trainer), checkpoint_id=path)
-    except Exception as error:
-        line = " ".join(str(error).split())
-        raise InputError("checkpoint", path, f"does not fit this model: {line[:300]}") from None
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        raise InputError("checkpoint", path, f"does not fit this model, or is damaged: {clipped(_cause(error), 300)}") from None
     trainer.optimizer.publish()
     return facts
 
@@ -212,12 +212,20 @@ def _copied(value: Any) -> Any:
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Name (``parameter/...``, ``exp_avg/...``, ``buffer/...``) -> shape of every whole tensor in a checkpoint."""
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    try:
+        found = FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise InputError("checkpoint", path, f"has no readable .metadata: {clipped(one_line(error), 300)}") from None
     return {name: tuple(data.size) for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
 
 
 def read_whole(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    """One whole tensor of a checkpoint, in this process alone."""
+    """One whole tensor of a checkpoint, in this process alone. Raises InputError where the checkpoint is damaged."""
     state = {name: torch.empty(shape)}
-    read_state(state, checkpoint_id=path, no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            read_state(state, checkpoint_id=path, no_dist=True)
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        raise InputError("checkpoint", path, f"is damaged: {name} cannot be read: {clipped(_cause(error), 300)}") from None
     return state[name]

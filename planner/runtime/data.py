@@ -62,7 +62,7 @@ class TokenFile:
             raise InputError(field, folder, f"has {meta['vocab']} kinds of tokens, the model's vocabulary is {vocab}", vocab)
         self.count = (len(self.tokens) - 1) // seq_len
         if self.count < 1:
-            raise InputError(field, folder, f"has {len(self.tokens)} tokens, a sequence needs {seq_len + 1}", len(self.tokens) - 1)
+            raise InputError(field, folder, f"has {len(self.tokens)} tokens, a sequence needs {seq_len + 1}")
         self.seq_len, self.seed, self.reset, self.end = seq_len, seed, reset, int(meta["end"])
         self._epoch, self._order = -1, np.arange(0)
 

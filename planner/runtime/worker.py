@@ -150,6 +150,12 @@ def read_settings(arguments: argparse.Namespace, job: dict[str, Any]) -> Any:
         return TrainSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "extra_forbidden":
+            from difflib import get_close_matches
+
+            name = str(first["loc"][0])
+            near = get_close_matches(name, TrainSettings.model_fields, 3)
+            raise InputError("--set", name, "is no training setting", ", ".join(near) or None) from None
         raise InputError(".".join(str(p) for p in first["loc"]), first.get("input"), first["msg"]) from None
 
 

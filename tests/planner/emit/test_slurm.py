@@ -187,3 +187,11 @@ def test_check_goes_through_to_every_node(tmp_path: Path) -> None:
     done = start(folder(tmp_path), tmp_path, "gpu01 gpu02", None, 8, "--check")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("worker check") == 2
+
+
+def test_the_readme_names_the_log_that_slurm_writes(tmp_path: Path) -> None:
+    out = folder(tmp_path)
+    job = (out / "job.sbatch").read_text()
+    assert "#SBATCH --output=%x-%j.log\n" in job
+    name = job.partition("--job-name=")[2].split()[0]
+    assert f"`axisplan measure {name}-JOBID.log --plan plan.json" in (out / "README.md").read_text()

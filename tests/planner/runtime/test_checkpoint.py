@@ -27,3 +27,23 @@ def test_training_continues_under_another_layout(
     got = processes(after[0], "load_and_train", layout=after[1], **facts)[0]
     assert got == pytest.approx(expected, rel=1e-9)
     assert latest(tmp_path) == tmp_path / "step-00000003"
+
+
+def test_a_damaged_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from planner.runtime.checkpoint import find, read_whole, shapes
+    from profiles.errors import InputError
+
+    with pytest.raises(InputError, match=r"holds no whole checkpoint; .*checkpoint_every"):
+        find(tmp_path)
+    save({"a": torch.ones(1000)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert read_whole(tmp_path / "saved", "a", (1000,)).sum() == 1000
+    (file,) = (tmp_path / "saved").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(InputError, match=r"^checkpoint: '.*saved': is damaged: a cannot be read: rank 0: [^\n]*$"):
+        read_whole(tmp_path / "saved", "a", (1000,))
+    (tmp_path / "saved" / ".metadata").write_bytes(b"")
+    with pytest.raises(InputError, match=r"has no readable \.metadata"):
+        shapes(tmp_path / "saved")

@@ -51,3 +51,11 @@ def test_every_epoch_is_an_order_of_its_own_over_all_sequences(tmp_path: Path) -
     )
     assert not first.equal(second)
     assert source.at([2]).ids.tolist()[0] == [97 + i % 26 for i in range(32, 48)]
+
+
+def test_a_mistyped_training_setting_is_named_with_what_is_near(tmp_path: Path) -> None:
+    from planner.runtime.worker import _parser, read_settings
+
+    arguments = _parser().parse_args(["train", "plan.json", "--set", "checkpoint_evry=2"])
+    with pytest.raises(InputError, match=r"--set: 'checkpoint_evry': is no training setting; nearest: checkpoint_every"):
+        read_settings(arguments, {"seq_len": 16, "global_batch": 2})
