@@ -10,9 +10,10 @@ from typing import Any
 
 from cost_models.arrays import maximum, minimum, where
 from cost_models.fully_sharded import Units, by_unit
+from cost_models.head_ops import vocab_rows
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost, Local
-from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
+from cost_models.layers import embedding_operations, first_layer, head_operations, layer_operations, mtp_operations
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.measured import measured_saved
 from cost_models.recompute import kept_bytes
@@ -97,10 +98,10 @@ def assemble(
         for name in ("mtp",) * job.model.mtp + ("head",):
             tail = unit_memory(job, degrees, name)
             if name == "mtp" and runs:
-                tail = _recomputed_module(job, degrees, tail, runs[-1])
+                tail = _prediction_module(job, degrees, tail, runs[-1])
             kept = kept + tail.kept
             weight_pass = weight_pass + tail.weight_pass
-            loss = tail.transient if loss is None else maximum(loss, tail.transient - freed)
+            loss = tail.transient if loss is None else maximum(loss, tail.transient + waiting_head_gradient(job, degrees) - freed)
             freed = freed + tail.kept
     together = job.execution.recompute_unit
     for run in reversed(runs):
@@ -117,6 +118,8 @@ def assemble(
         freed = freed + total
     if first:
         kept = kept + unit_memory(job, degrees, "embedding").kept
+        if runs and runs[0].rule.mode == "none":
+            kept = kept - unit_memory(job, degrees, "first", RecomputeRule(runs[0].kind, None, "none")).kept
     if boundary and job.execution.pipeline_output_kept:
         kept = kept + unit_memory(job, degrees, "boundary").kept
     if by_unit(job, degrees):
@@ -155,14 +158,26 @@ def gradient_buckets(job: Job, degrees: Any, runs: Iterable[Run], *, first: bool
     return where(ways > 1, minimum(units.reduce * count, most), 0)
 
 
-def _recomputed_module(job: Job, degrees: Any, module: UnitMemory, last: Run) -> UnitMemory:
+def _prediction_module(job: Job, degrees: Any, module: UnitMemory, last: Run) -> UnitMemory:
     """A multi-token-prediction module, whose layer follows the rule of the model's ``last``: at its own loss, or in its layer's
-    backward once its head is done."""
+    backward once its head is done, whose weight gradient waits."""
     plain, layer = unit_memory(job, degrees, last.kind), unit_memory(job, degrees, last.kind, last.rule)
     head = unit_memory(job, degrees, "head")
     dropped = plain.kept - layer.kept
-    transient = maximum(head.transient, dropped + layer.transient - head.kept)
-    return replace(module, kept=module.kept - dropped, transient=where(dropped > 0, transient, module.transient))
+    inside = dropped + layer.transient + waiting_head_gradient(job, degrees) - head.kept
+    transient = maximum(where(dropped > 0, head.transient, module.transient), inside)
+    return replace(module, kept=module.kept - dropped, transient=transient)
+
+
+def waiting_head_gradient(job: Job, degrees: Any) -> Number:
+    """The gradient that a prediction module's loss leaves for the shared head: autograd adds up all uses of a weight before it gives
+    the sum away, and the model's own loss comes last (seen in the dry run of DeepSeek-V3)."""
+    execution, local = job.execution, Local(job, degrees)
+    tied = "embedding" if job.model.tied else "head"
+    if execution.dummy_weight_gradients or not job.trains(tied):
+        return 0
+    width = job.model.embedding_width or job.model.hidden
+    return execution.weight_gradient_bytes * local.bytes / 2 * vocab_rows(local) * width
 
 
 def weight_gradients(job: Job, degrees: Any, runs: Iterable[Run], *, last: bool) -> Number:
@@ -252,6 +267,10 @@ def _unit(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule) -> UnitM
     if unit == "passing":
         local = Local(job, degrees)
         size = (1 if job.execution.fused_qkv else 3) * local.tokens * job.model.hidden * local.bytes
+        return UnitMemory(size, size, 0, 0, 0, 0)
+    if unit == "first":
+        whole = unit_cost(job, degrees, rule.first)
+        size = whole.saved_bytes - first_layer(job, whole).saved_bytes
         return UnitMemory(size, size, 0, 0, 0, 0)
     cost = unit_cost(job, degrees, unit)
     kept = kept_bytes(cost, rule, degrees.tp, discards_outputs=job.execution.discards_outputs)

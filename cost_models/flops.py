@@ -190,7 +190,7 @@ def training_per_token(job: Job) -> float:
         if job.lora_rank:
             adapted = tuple(w for w in layer_weights(model, layer) if job.adapts(w.part))
             active = layer.ffn.top_k / layer.ffn.experts if layer.ffn is not None and layer.ffn.kind == "moe" else 1.0
-            for w in adapter_weights(adapted, job.lora_rank):
+            for w in adapter_weights(adapted, job.lora_rank, fused_gate_up=job.execution.fused_gate_up):
                 total += count * 6 * w.elements * (active if w.part == "experts" else 1.0)
     return float(total)
 

@@ -24,9 +24,10 @@ def embedding_operations(local: Local) -> LayerCost:
     b.forward.append(Pointwise(2 * size, 1, "embedding"))
     b.weight_pass("embedding", 3 * size)
     masked = where(local.degrees.tp > 1, 1, 0) if execution.vocab_parallel else 0
-    b.keep("token_ids", (8 + masked) * local.tokens)
+    if local.job.trains("embedding"):
+        b.keep("token_ids", (8 + masked) * local.tokens)
     if execution.vocab_parallel:
-        b.leave_tensor_parallel("embedding_out", local.tokens * width)
+        b.leave_tensor_parallel("embedding_out", local.tokens * width, reached=local.job.trains("embedding"))
     if model.learned_positions:
         b.pointwise("positions", 2 * local.split_tokens * width * local.bytes, local.split_tokens * width * local.bytes)
     if model.embedding_width:

@@ -300,15 +300,16 @@ class Builder:
                 self._backward_weight.append(Matmul(k, part, m, kind, 1, name, weight_gradient=True))
         if self.local.job.adapts(part_of(name)) and name not in NEVER_ADAPTED:
             rank, dtype = self.local.job.lora_rank, self.local.dtype
-            down = rank * BESIDE.get(name, 1)
+            down = rank * max(BESIDE.get(name, 1), pieces)
             first, second = Matmul(m, down, k, dtype, 1, f"{name}.adapter"), Matmul(m, n, rank, dtype, 1, f"{name}.adapter")
             back = Matmul(m, rank, n, dtype, 1, first.name), Matmul(m, k, down, dtype, 1, first.name)
             weights = (Matmul(k, down, m, dtype, 1, first.name, weight_gradient=True),
                        Matmul(rank, n, m, dtype, 1, first.name, weight_gradient=True))  # fmt: skip
             self._adapter(name, (first, second), back, weights, m * n, m * k, m * down)
 
-    def grouped(self, name: str, tokens: Number, n: Number, k: Number, groups: Number) -> None:
-        """Experts' linear layer: ``tokens`` rows shared among ``groups`` weights of k x n, each with its adapter."""
+    def grouped(self, name: str, tokens: Number, n: Number, k: Number, groups: Number, *, pieces: int = 1) -> None:
+        """Experts' linear layer: ``tokens`` rows shared among ``groups`` weights of k x n, each with its adapter (``pieces``: one for
+        each n / pieces columns)."""
         kind = self.local.linear_dtype
         execution = self.local.execution
         if kind in LOW_PRECISION:
@@ -322,11 +323,12 @@ class Builder:
             self._backward_weight.append(GroupedMatmul(tokens, n, k, groups, kind, name, weight_gradient=True))
         if self.local.job.adapts(part_of(name)):
             rank, of = self.local.job.lora_rank, f"{name}.adapter"
-            sides = ((rank, k), (n, rank))
+            down = rank * pieces
+            sides = ((down, k), (n, rank))
             forward = [GroupedMatmul(tokens, out, inside, groups, self.local.dtype, of) for out, inside in sides]
             back = [GroupedMatmul(tokens, inside, out, groups, self.local.dtype, of) for out, inside in reversed(sides)]
             weights = [GroupedMatmul(tokens, o, i, groups, self.local.dtype, of, weight_gradient=True) for o, i in sides]
-            self._adapter(name, forward, back, weights, tokens * n, tokens * k, tokens * rank)
+            self._adapter(name, forward, back, weights, tokens * n, tokens * k, tokens * down)
 
     def _adapter(
         self, name: str, forward: Sequence[Operation], back: Sequence[Operation], weights: Sequence[Operation], output: Number,
@@ -361,13 +363,15 @@ class Builder:
         if regather and not self.local.execution.keeps_gathered_input and self._learns(name):
             self.collective("backward_weight", "all_gather", "tp", split, name)
 
-    def leave_tensor_parallel(self, name: str, elements: Number) -> None:
+    def leave_tensor_parallel(self, name: str, elements: Number, *, reached: bool = True) -> None:
         """Out of a TP region with partial sums of ``elements``: reduce-scatter under SP (gradient: all-gather), all-reduce without
-        (gradient: nothing). Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2."""
+        (gradient: nothing); ``reached``: its gradient is wanted. Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022,
+        section 4.2.2."""
         split, whole = self._by_sequence_parallel(elements * self.local.bytes)
         self.collective("forward", "reduce_scatter", "tp", split, name)
         self.collective("forward", "all_reduce", "tp", whole, name)
-        self.collective("backward_input", "all_gather", "tp", split, name)
+        if reached:
+            self.collective("backward_input", "all_gather", "tp", split, name)
 
     def _by_sequence_parallel(self, size: Number) -> tuple[Number, Number]:
         """``size`` where sequence parallelism is on, and ``size`` where it is off."""

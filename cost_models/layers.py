@@ -21,6 +21,7 @@ from cost_models.moe_ops import moe_operations
 from cost_models.recurrent_ops import linear_attention_operations, state_space_operations
 from cost_models.states import layer_weights
 from profiles.model import Attention, LatentAttention, Layer, Mixer, Moe, StateSpace
+from profiles.operations import GroupedMatmul, Matmul, Operation
 
 __all__ = [
     "Degrees", "LayerCost", "Local", "Saved", "axis_ranks", "embedding_operations", "head_operations", "layer_operations",
@@ -62,6 +63,34 @@ def backward_reaches(job: Job) -> bool:
     if job.lora_rank or not job.frozen or "embedding" not in job.frozen:
         return True
     return any(w.part not in job.frozen for kind in job.model.kinds for w in layer_weights(job.model, kind))
+
+
+READS_THE_INPUT = ("qkv", "q", "k", "v", "q_down", "kv_down", "in_proj", "mlp_up", "experts_up", "shared_up", "router")
+"""Linear layers on the input of their block."""
+
+
+def first_layer(job: Job, cost: LayerCost) -> LayerCost:
+    """``cost`` as the model's first layer: where neither the embedding nor the layer's norm is trained, its input has no gradient.
+    Then nothing runs backward, and the norm keeps nothing, before the first weights that learn; of the products on their own
+    input only the weight gradients run (and those through an adapter's second half)."""
+    if job.trains("embedding") or job.trains("norm"):
+        return cost
+    learns = {op.name.split(".")[0] for op in cost.backward_weight if isinstance(op, (Matmul, GroupedMatmul))}
+    kept: list[Operation] = []
+    reached = past = False
+    for op in reversed(cost.backward_input):
+        name = op.name.split(".")[0]
+        reached = reached or name in learns
+        by_input = False
+        if name in READS_THE_INPUT and not past and isinstance(op, (Matmul, GroupedMatmul)):
+            by_input = op.n == job.model.hidden or not op.name.endswith(".adapter")  # B's side has n = the rank
+        if reached and not by_input:
+            kept.append(op)
+        past = past or (reached and name.endswith("_residual"))
+    norm = next((s.name.removesuffix("_input") for s in cost.saved if s.module == "norm"), "")
+    gone = (f"{norm}_input", f"{norm}_statistics", f"{norm}_normalised")
+    saved = tuple(s for s in cost.saved if s.module != "norm" or s.name not in gone)
+    return replace(cost, backward_input=tuple(reversed(kept)), saved=saved)
 
 
 def _mixer(local: Local, mixer: Mixer, entry: Entry, post_norm: bool, leave: bool) -> LayerCost:

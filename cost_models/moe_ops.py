@@ -155,7 +155,8 @@ def _router(b: Builder, ffn: Moe, mine: Number) -> None:
     b.pointwise("router_probabilities", 12 * mine * ffn.experts, 12 * mine * ffn.experts, 4)
     b.keep("router_probabilities", mine * (4 * ffn.experts + 14 * ffn.top_k + 4))
     if execution.router_fp32 and local.bytes < 4:
-        b.keep("router_input", 4 * mine * h)
+        if local.job.trains("router"):
+            b.keep("router_input", 4 * mine * h)
         b.keep("router_weight", 4 * ffn.experts * h)
     if execution.router_collectives:
         b.collective("forward", "all_to_all", "ep", 8 * ffn.experts, "route_counts")
@@ -168,7 +169,7 @@ def _experts(b: Builder, ffn: Moe, rows: Number, width: Number) -> None:
     local, h = b.local, b.local.model.hidden
     groups = maximum(ffn.experts // local.degrees.ep, 1)
     up = 2 * width if ffn.gated else width
-    b.grouped("experts_up", rows, up, h, groups)
+    b.grouped("experts_up", rows, up, h, groups, pieces=1 if local.execution.fused_gate_up or not ffn.gated else 2)
     activation(b, "experts", rows * width, gated=ffn.gated)
     b.grouped("experts_down", rows, h, width, groups)
 

@@ -21,7 +21,7 @@ from cost_models.layout import Layout, RecomputeRule
 from cost_models.measured import alone, measured_pace, rows_of
 from cost_models.moe_ops import expected_distinct
 from cost_models.recompute import recomputed
-from cost_models.state_bytes import adapter_weights
+from cost_models.stage_states import adapters
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
 from profiles.model import Layer, Moe
 from profiles.operations import Number, Operation, Pointwise
@@ -127,7 +127,7 @@ def unit_weights(job: Job, layout: Layout, unit: int) -> Holding:
     """The trained ones among them (all but frozen parts; with LoRA the adapters only): what is reduced, updated and gathered."""
     weights = tensors(job, layout, unit)
     if job.lora_rank:
-        weights = adapter_weights(tuple(w for w in weights if job.adapts(w.part)), job.lora_rank)
+        weights = adapters(job, weights)
     elif job.frozen:
         weights = tuple(w for w in weights if w.part not in job.frozen)
     else:

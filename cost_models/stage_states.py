@@ -93,11 +93,17 @@ def _holding(job: Job, degrees: Any, unit: int | str, padded: bool) -> tuple[Hol
     ways = shards(degrees) if padded else None
     base = hold(weights, degrees, job.execution, ways)
     if job.lora_rank:
-        extra = hold(adapter_weights(tuple(w for w in weights if job.adapts(w.part)), job.lora_rank), degrees, job.execution, ways)
+        extra = hold(adapters(job, weights), degrees, job.execution, ways)
         return base + extra, extra
     if job.frozen:
         return base, hold((w for w in weights if w.part not in job.frozen), degrees, job.execution, ways)
     return base, base
+
+
+def adapters(job: Job, weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """The adapters of a LoRA job beside ``weights``."""
+    adapted = tuple(w for w in weights if job.adapts(w.part))
+    return adapter_weights(adapted, job.lora_rank, fused_gate_up=job.execution.fused_gate_up)
 
 
 def stage_holding(job: Job, layout: Any, rank: int) -> tuple[Holding, Holding]:

@@ -6,7 +6,7 @@ Source of the sharding: ZeRO (arXiv:1910.02054). Stage 1 shards the optimizer's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cost_models.arrays import maximum
@@ -105,9 +105,13 @@ def states(job: Job, degrees: Any, held: Holding, trained: Holding | None = None
     dense_shards, expert_shards = shards(degrees)
     train = held if trained is None else trained
     offloaded = "optimizer" in degrees.offload
+    as_masters = zero == 3 and execution.sharded_masters and job.precision != "fp32"
+    frozen_bytes = execution.parameter_bytes if as_masters else None  # what is not trained needs no master
 
     def part(count: Number, linear: Number, trained_count: Number, trained_linear: Number, ways: Number) -> States:
         weights = each.weight * (count - linear) + each.linear_weight * linear
+        if frozen_bytes is not None:
+            weights = each.weight * trained_count + frozen_bytes * (count - trained_count)
         if zero == 3:
             parameters = weights / ways
         elif zero == 2 and each.weight == 4.0 and job.precision != "fp32":
@@ -193,13 +197,12 @@ def table(execution: Execution, precisions: tuple[str, ...], optimizers: tuple[s
     return rows
 
 
-def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[Weight, ...]:
+def adapter_weights(weights: tuple[Weight, ...], rank: int, *, fused_gate_up: bool = True) -> tuple[Weight, ...]:
     """LoRA (arXiv:2106.09685): beside each linear layer A (rank x inputs) and B (outputs x rank); the one on the split side of the
-    layer is split with it."""
+    layer is split with it. Gate and up projection have a pair each where the framework does not fuse them."""
     out = []
-    for w in weights:
-        if not w.linear:
-            continue
+    apart = [(replace(w, rows=w.rows // 2),) * 2 if w.gated and not fused_gate_up else (w,) for w in weights if w.linear]
+    for w in (half for halves in apart for half in halves):
         expert = w.split == "expert"
         by_input = not expert and w.by_input
         a_split: Split = w.split if by_input or expert else "none"

@@ -137,7 +137,7 @@ def _feed_forward(hidden: int, name: str, width: int, gated: bool, bias: bool, s
 def _moe(hidden: int, ffn: Moe) -> list[Weight]:
     up = (2 if ffn.gated else 1) * ffn.width
     out = [
-        Weight("experts_up", "experts", up, hidden, ffn.experts, "expert", linear=True),
+        Weight("experts_up", "experts", up, hidden, ffn.experts, "expert", linear=True, gated=ffn.gated),
         Weight("experts_down", "experts", hidden, ffn.width, ffn.experts, "expert", linear=True),
         Weight("router", "router", ffn.experts, hidden),
     ]

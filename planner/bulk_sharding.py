@@ -17,7 +17,7 @@ from cost_models.communication import INTERFERENCE
 from cost_models.compute import is_host
 from cost_models.job import Job
 from cost_models.passes import gather_bytes
-from cost_models.state_bytes import adapter_weights
+from cost_models.stage_states import adapters
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights
 from cost_models.update import OPTIMIZER_SHARE, USABLE
 from planner.bulk import Bulk, Ints, hidden
@@ -70,7 +70,7 @@ class Sharding:
         job = self.job
         whole = hold(weights, self.degrees, job.execution)
         if job.lora_rank:
-            return whole, hold(adapter_weights(weights, job.lora_rank), self.degrees, job.execution)
+            return whole, hold(adapters(job, weights), self.degrees, job.execution)
         if job.frozen:
             return whole, hold([w for w in weights if w.part not in job.frozen], self.degrees, job.execution)
         return whole, whole

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from cost_models.activations import chunk_memory, runs_of, unit_cost
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost, Local
+from cost_models.layers import first_layer
 from cost_models.layout import SPLIT_BACKWARD, Layout, RecomputeRule
 from cost_models.memory import ZERO_BUBBLE, StageMemory, stage_memory
 from cost_models.recompute import recomputed
 from cost_models.schedules import in_flight
-from cost_models.stage_states import stage_units, tensors
+from cost_models.stage_states import adapters, stage_units, tensors
 from cost_models.states import Weight
 from profiles.model import Attention, ModelSpec, Moe
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Operation
@@ -70,9 +71,13 @@ def chunk_operations(job: Job, layout: Layout, chunk: int) -> Iterator[Operation
     """Everything a chunk runs for one microbatch, recomputation included."""
     if chunk == 0:
         yield from unit_cost(job, layout, "embedding").operations()
-    for run in runs_of(job, layout, chunk):
+    runs = runs_of(job, layout, chunk)
+    for run in runs:
         cost = unit_cost(job, layout, run.kind)
-        yield from (*cost.operations(), *again(job, cost, run.rule)) * run.count
+        begins = chunk == 0 and run is runs[0]
+        if begins:
+            yield from (*first_layer(job, cost).operations(), *again(job, cost, run.rule))
+        yield from (*cost.operations(), *again(job, cost, run.rule)) * (run.count - begins)
     if chunk == layout.chunks - 1:
         yield from unit_cost(job, layout, "head").operations()
         last = layout.recompute_rules.of(job.model.num_layers - 1)
@@ -103,7 +108,7 @@ def update_collectives(job: Job, layout: Layout, stage: int) -> Iterator[tuple[s
     microbatches = layout.microbatches(job.global_batch)
     wide = 4.0 if job.precision == "fp32" else job.execution.reduce_bytes
     narrow = 4.0 if job.precision == "fp32" else job.execution.gather_bytes
-    for weight, count, ends in stage_weights(job, layout, stage):
+    for weight, count, ends, trained in stage_weights(job, layout, stage):
         expert = weight.split == "expert"
         shard, replicate = ("edp_shard", "edp_replicate") if expert else ("dp_shard_cp", "dp_replicate")
         ways = layout.edp_shard if expert else layout.dp_shard * layout.cp
@@ -111,6 +116,11 @@ def update_collectives(job: Job, layout: Layout, stage: int) -> Iterator[tuple[s
         partial = ("ends",) if ends else partial_axis(job.model, layout, weight)
         fully = layout.zero == 3 and (ways > 1 or layout.dp_shard * layout.cp > 1)
         share = count / ways if fully else count
+        if not trained:  # gathered where it is sharded, nothing else
+            if fully:
+                split = layout.schedule in SPLIT_BACKWARD
+                yield shard, "all_gather", narrow * count * (1 if split else 2 * microbatches)
+            continue
         for axis in partial:
             yield axis, "all_reduce", wide * share * times
         if layout.zero == 0:
@@ -126,10 +136,12 @@ def update_collectives(job: Job, layout: Layout, stage: int) -> Iterator[tuple[s
             yield shard, "all_gather", narrow * count
 
 
-def stage_weights(job: Job, layout: Layout, stage: int) -> Iterator[tuple[Weight, float, bool]]:
-    """(weight, elements on the rank before ZeRO, held at both ends of the pipeline) of everything a rank holds."""
+def stage_weights(job: Job, layout: Layout, stage: int) -> Iterator[tuple[Weight, float, bool, bool]]:
+    """(weight, elements on the rank before ZeRO, held at both ends of the pipeline, trained) of everything a rank holds."""
     for unit, times in stage_units(job, layout, stage):
-        for weight in tensors(job).units[unit]:
+        weights = tensors(job).units[unit]
+        beside = adapters(job, weights) if job.lora_rank else ()
+        for weight in (*weights, *beside):
             ends = (
                 (job.model.tied or (job.model.mtp > 0 and weight.name == "embedding"))
                 and weight.name in ("embedding", "head")
@@ -141,17 +153,23 @@ def stage_weights(job: Job, layout: Layout, stage: int) -> Iterator[tuple[Weight
                 )
             else:
                 held = weight.local(layout, job.execution)
-            yield weight, float(held) * times, ends
+            yield weight, float(held) * times, ends, job.trains(weight.part) or weight.name.endswith((".a", ".b"))
 
 
 WHOLE_UNDER_TP = ("router", "router_bias", "q_norm", "k_norm")
 """Weights that every TP rank applies to other tokens or heads whether or not tokens are split between blocks."""
 
 
+WHOLE_LAYERS = ("q_down", "kv_down", "mtp_projection")
+"""Linear layers that TP does not split: both halves of their adapters have the gradients that the layer's weight would have."""
+
+
 def partial_axis(model: ModelSpec, layout: Layout, weight: Weight) -> tuple[str, ...]:
     """The model-parallel axis over which each rank has only its share of a weight's gradient."""
-    if weight.split in ("none", "mtp") and layout.tp > 1 and (layout.sp or weight.name in WHOLE_UNDER_TP):
-        return ("tp",)
+    if weight.split in ("none", "mtp") and layout.tp > 1:
+        halves = weight.name.endswith((".a", ".b")) and weight.name.rpartition(".")[0] not in WHOLE_LAYERS
+        if layout.sp or halves or weight.name in WHOLE_UNDER_TP:
+            return ("tp",)
     if weight.split == "kv":
         heads = next(k.mixer.kv_heads for k in model.kinds if isinstance(k.mixer, Attention))
         return (f"kv{layout.tp // heads}",) if layout.tp > heads else ()

@@ -54,9 +54,12 @@ def job_of(kind: str, world: int, global_batch: int = 8, seq_len: int = 1024, la
     return replace(job, moe_imbalance=1.0)
 
 
-def plan_of(kind: str, world: int, layout: str, told: dict[str, Any] | None = None, **facts: Any) -> Plan:
-    """``told``: facts of the execution that the formulas are given instead of the runtime's."""
-    job = job_of(kind, world, **facts)
+def plan_of(
+    kind: str, world: int, layout: str, told: dict[str, Any] | None = None, trained: dict[str, Any] | None = None, **facts: Any
+) -> Plan:
+    """``told``: facts of the execution that the formulas are given instead of the runtime's; ``trained``: the job's fields that say
+    what is trained."""
+    job = replace(job_of(kind, world, **facts), **(trained or {}))
     job = replace(job, execution=job.execution.with_(**(told or {})))
     plan: Plan = plans.plan_of(job, read_layout(job, layout))
     return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,24 @@ REST = [
 
 
 MATRIX = [*QUICK, *(pytest.param(*case, marks=pytest.mark.verify) for case in REST)]
+
+
+LORA, FROZEN = {"lora_rank": 16}, {"frozen": ("embedding", "attention")}
+PARTLY = [
+    ("dense", "tp=2,zero=1", LORA), ("dense", "zero=3", LORA), ("dense", "pp=2", LORA), ("deepseek", "tp=2,ep=4", LORA),
+    ("dense", "tp=2,zero=1", FROZEN), ("dense", "zero=3", FROZEN), ("dense", "pp=2", FROZEN), ("deepseek", "ep=4", FROZEN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "trained"), [*PARTLY[:3], *(pytest.param(*case, marks=pytest.mark.verify) for case in PARTLY[3:])]
+)
+def test_of_a_job_that_trains_a_part_formula_and_program_agree(
+    kind: str, layout: str, trained: dict[str, Any], make_plan: Callable[..., Plan]
+) -> None:
+    plan = make_plan(kind, 8, layout, global_batch=16, trained=trained)
+    run = dry_run(plan)
+    assert [f"{d.what}: {d.formula:.0f} {d.trace:.0f} {d.named}" for d in run.disagreements] == []
 
 
 @pytest.mark.parametrize(("kind", "world", "layout"), MATRIX)
