@@ -204,11 +204,10 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | 
     for warning in plan.warnings:
         out.print(f"warning: {warning}", soft_wrap=True)
     if saved_as:
-        from planner.emit.possible import own_target
+        from planner.emit.possible import NO_FILES, own_target
 
-        launch = (
-            f", axisplan emit {saved_as} --out launch" if own_target(plan) else f", axisplan report {saved_as} --out report.html"
-        )
+        emits = own_target(plan) and not any(w.startswith(NO_FILES) for w in plan.warnings)
+        launch = f", axisplan emit {saved_as} --out launch" if emits else f", axisplan report {saved_as} --out report.html"
         out.print(f"\nplan written to {saved_as}; next: axisplan explain {saved_as}{launch}", soft_wrap=True)
 
 

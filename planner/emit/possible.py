@@ -10,6 +10,8 @@ from planner.legality import limits_of
 from planner.plan import Plan
 from profiles.errors import InputError
 
+NO_FILES = "axisplan emit has no files for it: "
+
 
 def own_target(plan: Plan) -> str | None:
     """The target of ``TARGETS`` that the plan was made for; None where its execution is no target (``fsdp``)."""
@@ -34,6 +36,4 @@ def refusal(plan: Plan) -> str | None:
 def with_refusal(plan: Plan) -> Plan:
     """The plan, warned where its own target could not be given the files to run it."""
     why = refusal(plan)
-    return (
-        plan if why is None else plan.model_copy(update={"warnings": [*plan.warnings, f"axisplan emit has no files for it: {why}"]})
-    )
+    return plan if why is None else plan.model_copy(update={"warnings": [*plan.warnings, f"{NO_FILES}{why}"]})
