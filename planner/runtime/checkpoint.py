@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as read_state
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
 
+from planner.runtime.checkpoint_index import CheckedReader
 from planner.runtime.data_parallel import Piece
 from profiles.errors import AxisplanError, InputError, clipped, one_line
 from profiles.files import write_text
@@ -197,7 +197,7 @@ def load(trainer: Any, path: Path) -> dict[str, Any]:
     facts = read_facts(path)
     trainer.optimizer.prepare(facts["step"])
     try:
-        read_state(state_of(trainer), checkpoint_id=path)
+        read_state(state_of(trainer), storage_reader=CheckedReader(path))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         raise InputError("checkpoint", path, f"does not fit this model, or is damaged: {clipped(_cause(error), 300)}") from None
     trainer.optimizer.publish()
@@ -213,7 +213,7 @@ def _copied(value: Any) -> Any:
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Name (``parameter/...``, ``exp_avg/...``, ``buffer/...``) -> shape of every whole tensor in a checkpoint."""
     try:
-        found = FileSystemReader(path).read_metadata().state_dict_metadata
+        found = CheckedReader(path).read_metadata().state_dict_metadata
     except Exception as error:
         raise InputError("checkpoint", path, f"has no readable .metadata: {clipped(one_line(error), 300)}") from None
     return {name: tuple(data.size) for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
@@ -225,7 +225,7 @@ def read_whole(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            read_state(state, checkpoint_id=path, no_dist=True)
+            read_state(state, storage_reader=CheckedReader(path), no_dist=True)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         raise InputError("checkpoint", path, f"is damaged: {name} cannot be read: {clipped(_cause(error), 300)}") from None
     return state[name]

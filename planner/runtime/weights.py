@@ -174,7 +174,6 @@ def export(
     from safetensors.torch import save_file
 
     model = ModelSpec.model_validate(checkpoint.read_facts(path)["model"])
-    out.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []
     index: dict[str, str] = {}
     total, held, size = 0, dict[str, Tensor](), 0
@@ -183,6 +182,7 @@ def export(
         nonlocal held, size
         name = f"model-{len(files) + 1:05d}.safetensors"
         partial = out / f".{name}"
+        out.mkdir(parents=True, exist_ok=True)
         save_file(held, partial, metadata={"format": "pt"})
         files.append(partial.rename(out / name))
         index.update(dict.fromkeys(held, name))

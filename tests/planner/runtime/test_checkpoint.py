@@ -47,3 +47,21 @@ def test_a_damaged_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "saved" / ".metadata").write_bytes(b"")
     with pytest.raises(InputError, match=r"has no readable \.metadata"):
         shapes(tmp_path / "saved")
+
+
+def test_an_index_that_names_anything_but_an_index_is_not_executed(tmp_path: Path) -> None:
+    import pickle
+
+    from planner.runtime.checkpoint import read_whole, shapes
+    from profiles.errors import InputError
+
+    class Harm:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "harm",)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(InputError, match=r"names pathlib\.Path\.touch, which no checkpoint"):
+        shapes(tmp_path)
+    with pytest.raises(InputError, match=r"names pathlib\.Path\.touch, which no checkpoint"):
+        read_whole(tmp_path, "a", (1,))
+    assert not (tmp_path / "harm").exists()
