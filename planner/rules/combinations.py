@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from planner.rules.core import Break, Case, rule
 
@@ -14,6 +15,8 @@ TERMS: dict[str, tuple[str, Callable[[Case], bool]]] = {
     "replicated": ("dp_replicate", lambda c: c.layout.dp_replicate > 1),
     "sharded": ("zero", lambda c: c.layout.zero > 0),
     "unsharded": ("dp_shard", lambda c: c.layout.dp_shard * c.layout.cp == 1),
+    "shards": ("dp_shard", lambda c: c.layout.zero > 0 and c.layout.dp_shard * c.layout.cp > 1),
+    "on_cpus": ("cluster", lambda c: c.job.cluster.gpu.is_host),
     "zero0": ("zero", lambda c: c.layout.zero == 0),
     "zero3": ("zero", lambda c: c.layout.zero == 3),
     "offload": ("offload", lambda c: bool(c.layout.offload)),
@@ -30,7 +33,10 @@ def combination_is_expressible(case: Case) -> Iterator[Break]:
             field = terms[0][0]
             value = getattr(case.layout, field)
             shown = "+".join(value) if field == "offload" else value
-            yield Break(field, shown, f"{case.limits.target}: {entry['why']}", ("none",) if field == "offload" else None)
+            repairs: tuple[Any, ...] | None = (
+                {"offload": ("none",), "dp_shard": (1,)}.get(field) if entry["with"][0] != "unsharded" else None
+            )
+            yield Break(field, shown, f"{case.limits.target}: {entry['why']}", repairs)
 
 
 @rule("target", "capacity", "the target drops tokens beyond a capacity factor")
