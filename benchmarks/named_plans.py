@@ -130,7 +130,14 @@ def page(rows: dict[str, Any]) -> str:
                 else "no time: it does not fit"
             )
             refused = f"    # exit {own['exit']}" if own["exit"] else ""
-            out += ["```bash", own["command"] + refused, "```", "", f"Legal: {'yes' if own['legal'] else 'no'}; {fits}; {time}.", ""]
+            out += [
+                "```bash",
+                own["command"] + refused,
+                "```",
+                "",
+                f"Legal: {'yes' if own['legal'] else 'no'}; {fits}; {time}.",
+                "",
+            ]
         out += [
             "The report trained with the second choice: that it does not fit here is a defect of this model of memory for that framework,",
             "which keeps activations in 8 bits; the `axisplan` execution keeps them in 16, and the graph of a split backward besides. Its",
