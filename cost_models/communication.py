@@ -12,13 +12,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from cost_models.compute import Compute, is_host
 from cost_models.execution import Execution
 from cost_models.layout import EXPERT_AXES, Layout
 from profiles.hardware import ClusterSpec
-from profiles.operations import Collective, Operation, wire_bytes
+from profiles.operations import Collective, Number, Operation, wire_bytes
 
 Pass = Literal["forward", "backward_input", "backward_weight"]
 
@@ -178,17 +180,30 @@ def _rank_of_place(layout: Layout, place: int) -> int:
     return rank
 
 
+class Priced(Protocol):
+    """What prices collectives: a ``Network`` for one layout, or bounds for arrays of degrees (``planner.bulk``)."""
+
+    @property
+    def cluster(self) -> ClusterSpec: ...
+    @property
+    def layout(self) -> Any:
+        """Its ``ring`` degree is read."""
+
+    def seconds(self, kind: str, axis: str, bytes: Number, count: Number = 1) -> Number: ...
+
+
 def exposed(
-    network: Network, execution: Execution, operations: Iterable[Operation], which: Pass, beside: Compute
-) -> dict[str, float]:
+    network: Priced, execution: Execution, operations: Iterable[Operation], which: Pass, beside: Compute
+) -> dict[str, Number]:
     """Seconds that the collectives of one pass add to its compute, by axis. ``beside``: the pass's own compute.
 
     Userbuffers and async-TP leave a share; Megatron hides, in backward, the gather of the input beside the input gradient's product
     and the reduction of the input gradient beside the weight gradient's; rings pass K and V beside the block at hand. All-to-all of
     tokens is exposed here: what a second microbatch hides of it needs both passes (``passes.unit_seconds``).
     """
-    seconds: defaultdict[str, float] = defaultdict(float)
-    tp_behind = ring = 0.0
+    seconds: defaultdict[str, Number] = defaultdict(float)
+    tp_behind: list[Number] = []
+    ring: list[Number] = []
     overlap = execution.tp_overlap
     for op in operations:
         if not isinstance(op, Collective):
@@ -197,16 +212,16 @@ def exposed(
         if op.axis == "tp" and overlap in ("userbuffers", "async"):
             seconds["tp"] += time * execution.tp_exposed
         elif op.axis == "tp" and overlap == "backward" and _behind(op, which):
-            tp_behind += time
+            tp_behind.append(time)
         elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap and not is_host(network.cluster.gpu):
-            ring += time
+            ring.append(time)
         else:
             seconds[FAMILY.get(op.axis, op.axis)] += time
     if tp_behind:
-        seconds["tp"] += hidden(tp_behind, beside.matmul)
+        seconds["tp"] += hidden(sum(tp_behind), beside.matmul)
     if ring:
         ranks = network.layout.ring
-        seconds["cp"] += hidden(ring, beside.attention * (ranks - 1) / ranks)
+        seconds["cp"] += hidden(sum(ring), beside.attention * (ranks - 1) / ranks)
     return dict(seconds)
 
 
@@ -223,9 +238,10 @@ FAMILY = {
 """The axis under which seconds and bytes of a sub-axis are reported."""
 
 
-def hidden(communication: float, beside: float) -> float:
+def hidden(communication: Number, beside: Number) -> Number:
     """Seconds added by communication that runs beside ``beside`` seconds of work: what does not fit, and the slowing."""
-    return max(0.0, communication - beside) + INTERFERENCE * min(communication, beside)
+    fits = np.minimum(communication, beside)
+    return communication - fits + INTERFERENCE * fits
 
 
 def paired(layout: Layout) -> bool:

@@ -177,14 +177,20 @@ def in_ring_blocks(operations: Iterable[Operation], ring: int, merge_bytes: floa
     out: list[Operation] = []
     for op in operations:
         if isinstance(op, Attend) and ring > 1 and op.fused:
-            out += [replace(op, k_len=op.k_len / ring, pairs=op.pairs / ring)] * ring
-            elements = op.heads * op.v_dim
-            if op.backward:
-                elements = (op.heads * op.qk_dim + op.kv_heads * (op.qk_dim + op.v_dim)) / 2
-            out.append(Pointwise(merge_bytes * (ring - 1) * op.batch * op.q_len * elements, ring - 1, "ring_merge"))
+            block, merge = ring_block(op, ring, merge_bytes)
+            out += [*[block] * ring, merge]
         else:
             out.append(op)
     return tuple(out)
+
+
+def ring_block(op: Attend, ring: Number, merge_bytes: float) -> tuple[Attend, Pointwise]:
+    """One of the ``ring`` kernels of ``in_ring_blocks``, and what puts all of their results together."""
+    elements = op.heads * op.v_dim
+    if op.backward:
+        elements = (op.heads * op.qk_dim + op.kv_heads * (op.qk_dim + op.v_dim)) / 2
+    merge = Pointwise(merge_bytes * (ring - 1) * op.batch * op.q_len * elements, ring - 1, "ring_merge")
+    return replace(op, k_len=op.k_len / ring, pairs=op.pairs / ring), merge
 
 
 def is_host(gpu: GpuProfile) -> bool:

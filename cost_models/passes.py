@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from cost_models.communication import Exchange, Network, Pass, add_bytes, bytes_by_link, exposed, hidden, paired
 from cost_models.compute import Compute, floats, host_seconds, in_ring_blocks, is_host, price, with_activation
+from cost_models.execution import Execution
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
@@ -150,13 +152,9 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     cost = with_activations(job, unit, unit_cost(job, key, unit))
     network = Network(job.cluster, key, exchange_of(job, key, unit))
     execution = job.execution
-    regathers = execution.keeps_gathered_input and execution.discards_outputs
-    again = recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers) if cost.backward_input else ()
-    moe = isinstance(kind_of(job, unit).ffn, Moe)
-    sync = job.execution.moe_sync_seconds if moe and not is_host(job.cluster.gpu) and job.execution.graphs != "full" else 0.0
-    layers = unit >= 0 or unit == MTP
-    launch = float(host_seconds(job.cluster.gpu, job.execution, key.tp)) if layers else 0.0
-    blocking = job.execution.blocking_launch_seconds if layers else 0.0
+    again = operations_again(execution, cost, rule)
+    host = host_part(job, unit, key.tp)
+    launch, blocking, sync = float(host.launch), host.blocking, host.sync
     weights = cost.backward_weight
     share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
     whole = rule.mode == "full"
@@ -180,6 +178,31 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     f, b, w = forward.seconds, recompute.seconds + backward_input.seconds, backward_weight.seconds
     saving = _paired_saving(job, network, forward, recompute, backward_input, backward_weight)
     return UnitSeconds(forward, recompute, backward_input, backward_weight, sent, flops, saving, gather, scatter, f, b, w)
+
+
+class HostPart(NamedTuple):
+    """Host seconds of a unit's pass: to launch it (work that is longer hides them), and on top of it (``blocking``; ``sync``: where
+    experts' sizes are awaited)."""
+
+    launch: Number
+    blocking: float
+    sync: float
+
+
+def host_part(job: Job, unit: int, tp: Number) -> HostPart:
+    """``HostPart`` of a unit under ``tp``-way tensor parallelism (a number or an array)."""
+    execution = job.execution
+    if unit < 0 and unit != MTP:
+        return HostPart(0.0, 0.0, 0.0)
+    waits = isinstance(kind_of(job, unit).ffn, Moe) and not is_host(job.cluster.gpu) and execution.graphs != "full"
+    sync = execution.moe_sync_seconds if waits else 0.0
+    return HostPart(host_seconds(job.cluster.gpu, execution, tp), execution.blocking_launch_seconds, sync)
+
+
+def operations_again(execution: Execution, cost: LayerCost, rule: RecomputeRule) -> tuple[Operation, ...]:
+    """What ``rule`` runs again in backward; nothing where no gradient goes through the unit."""
+    regathers = execution.keeps_gathered_input and execution.discards_outputs
+    return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers) if cost.backward_input else ()
 
 
 def _pace(

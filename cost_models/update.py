@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cost_models.communication import INTERFERENCE, Network, add_bytes
+from cost_models.communication import Network, add_bytes, hidden
 from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.passes import gather_bytes, gathers_once, reduces_once
@@ -118,7 +118,7 @@ def _exposed(time: float, size: float, bucket: float, window: float, overlap: bo
         return time
     last = time * min(1.0, bucket / size)
     rest = time - last
-    return last + max(0.0, rest - window) + INTERFERENCE * min(rest, window)
+    return last + float(hidden(rest, window))
 
 
 def optimizer_seconds(job: Job, layout: Layout, weights: Holding, matrices: tuple[Matmul, ...] = ()) -> float:

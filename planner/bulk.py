@@ -8,7 +8,7 @@ out: a lower bound, which a property test says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +16,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.communication import INTERFERENCE, Pass
-from cost_models.compute import Compute, host_seconds, is_host, price
+from cost_models.communication import Pass, exposed
+from cost_models.compute import Compute, is_host, price, ring_block
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import RecomputeRule
 from cost_models.measured import measured_pace, rows_of
-from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, both_ways, kind_of, mean_pace, with_activations
-from cost_models.recompute import recomputed
+from cost_models.passes import (
+    EMBEDDING,
+    HEAD,
+    MTP,
+    NO_RECOMPUTE,
+    both_ways,
+    host_part,
+    mean_pace,
+    operations_again,
+    with_activations,
+)  # fmt: skip
 from planner.rules.core import limits_of
-from profiles.model import Moe
+from profiles.hardware import ClusterSpec
 from profiles.operations import Attend, Collective, Operation, Pointwise
 
 Floats = npt.NDArray[np.float64]
@@ -118,15 +127,10 @@ def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") ->
 
 def _passes(job: Job, degrees: Any, cost: LayerCost, unit: int, modes: Sequence[RecomputeRule]) -> tuple[Floats, Floats, Floats]:
     """(f, b by mode, w) seconds of a unit, as ``passes._unit`` has them."""
-    execution, host = job.execution, is_host(job.cluster.gpu)
-    layer = unit >= 0 or unit == MTP
     weights = cost.backward_weight
     first, second = _launched(degrees, cost.backward_input), _launched(degrees, weights)
     share = second / np.maximum(1.0, first + second)
-    launch = host_seconds(job.cluster.gpu, execution, degrees.tp) if layer else 0.0
-    blocking = execution.blocking_launch_seconds if layer else 0.0
-    moe = isinstance(kind_of(job, unit).ffn, Moe) and not host and execution.graphs != "full"
-    sync = execution.moe_sync_seconds if moe else 0.0
+    launch, blocking, sync = host_part(job, unit, degrees.tp)
     number = len(degrees.tp)
     ahead: Any = None
     behind: Any = None
@@ -137,15 +141,9 @@ def _passes(job: Job, degrees: Any, cost: LayerCost, unit: int, modes: Sequence[
     back = _pass(job, degrees, cost.backward_input, "backward_input", launch * (1 - share), blocking, behind)
     b = np.zeros((number, len(modes)))
     for m, rule in enumerate(modes):
-        again, whole = _recomputed(job, cost, rule), rule.mode == "full"
+        again, whole = operations_again(job.execution, cost, rule), rule.mode == "full"
         b[:, m] = back + _pass(job, degrees, again, "forward", launch if whole else 0.0, blocking + sync if whole else 0.0, ahead)
     return forward, b, np.zeros(number) + _pass(job, degrees, weights, "backward_weight", launch * share, 0.0, behind)
-
-
-def _recomputed(job: Job, cost: LayerCost, rule: RecomputeRule) -> tuple[Operation, ...]:
-    execution = job.execution
-    regathers = execution.keeps_gathered_input and execution.discards_outputs
-    return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers) if cost.backward_input else ()
 
 
 def _pass(
@@ -160,24 +158,15 @@ def _pass(
     cut = tuple(op for op in operations if rings and isinstance(op, Attend) and op.fused)
     compute = price(gpu, execution, [op for op in operations if op not in cut] if cut else operations)
     for op in cut:
-        compute = compute + _in_ring_blocks(job, degrees.ring, op)
+        block, merge = ring_block(op, degrees.ring, execution.ring_merge_bytes)
+        compute = compute + price(gpu, execution, [block]).times(degrees.ring) + price(gpu, execution, [merge])
     if pace is not None:
         compute = compute.times(pace)
-        return compute.seconds + _exposed(job, degrees, operations, which, compute)
-    busy = np.maximum(compute.seconds + _exposed(job, degrees, operations, which, compute), least) + extra
+        return compute.seconds + _exposed(Closest(job, degrees), operations, which, compute)
+    busy = np.maximum(compute.seconds + _exposed(Closest(job, degrees), operations, which, compute), least) + extra
     if is_host(gpu):
         busy = busy + execution.host_kernel_seconds * _launched(degrees, operations, len(cut))
     return busy
-
-
-def _in_ring_blocks(job: Job, ring: Any, op: Attend) -> Compute:
-    """``compute.in_ring_blocks`` with an array of ring sizes."""
-    block = price(job.cluster.gpu, job.execution, [replace(op, k_len=op.k_len / ring, pairs=op.pairs / ring)]).times(ring)
-    elements = op.heads * op.v_dim
-    if op.backward:
-        elements = (op.heads * op.qk_dim + op.kv_heads * (op.qk_dim + op.v_dim)) / 2
-    size = job.execution.ring_merge_bytes * (ring - 1) * op.batch * op.q_len * elements
-    return block + price(job.cluster.gpu, job.execution, [Pointwise(size, ring - 1, "ring_merge")])
 
 
 def _launched(degrees: Any, operations: tuple[Operation, ...], cut: int = 0) -> Any:
@@ -192,65 +181,46 @@ def _launched(degrees: Any, operations: tuple[Operation, ...], cut: int = 0) -> 
     return total
 
 
-def _exposed(job: Job, degrees: Any, operations: tuple[Operation, ...], which: Pass, compute: Compute) -> Any:
-    """What collectives add (``communication.exposed``), at least."""
-    execution = job.execution
-    total: Any = 0.0
-    ring: Any = 0.0
-    behind: Any = 0.0
-    for op in operations:
-        if not isinstance(op, Collective):
-            continue
-        seconds = _collective(job, degrees, op)
-        if op.axis == "tp" and execution.tp_overlap in ("userbuffers", "async"):
-            total = total + seconds * execution.tp_exposed
-        elif op.axis == "tp" and execution.tp_overlap == "backward" and _behind(op, which):
-            behind = behind + seconds
-        elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap and not is_host(job.cluster.gpu):
-            ring = ring + seconds
+def _exposed(closest: Closest, operations: tuple[Operation, ...], which: Pass, compute: Compute) -> Any:
+    return sum(exposed(closest, closest.job.execution, operations, which, compute).values())
+
+
+@dataclass(frozen=True)
+class Closest:
+    """Prices collectives by key in the closest placement (``communication.Priced``)."""
+
+    job: Job
+    layout: Any
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.job.cluster
+
+    def seconds(self, kind: str, axis: str, bytes: Any, count: Any = 1) -> Any:
+        """Least seconds; 0 where nothing moves, and for exchanges that are priced by nodes."""
+        group = _group(self.layout, axis)
+        if group is None:
+            return 0.0
+        execution, cluster = self.job.execution, self.job.cluster
+        if axis in ("ep", "etp_ep") and (execution.ep_overlap or self.layout.dispatcher in ("deepep", "hybridep")):
+            return 0.0
+        ranks, stride = (np.asarray(x) for x in group)
+        size = np.asarray(bytes)
+        if kind == "send_recv":
+            apart: Any = stride
+            for level in cluster.levels[:-1]:
+                apart = np.where(ranks * stride > level.size, np.maximum(apart, level.size), apart)
+            seconds = cluster.collective_seconds(kind, size, np.full_like(ranks, 2), apart)
+        elif axis == "ep" and kind == "all_to_all":
+            domain = cluster.levels[0].size
+            inside = np.minimum(ranks, np.maximum(1, domain // np.maximum(stride, 1)))
+            within = cluster.collective_seconds(kind, size * inside / ranks / execution.exchange_efficiency, inside, stride)
+            across = cluster.collective_seconds(kind, size, ranks, stride)
+            slower = np.maximum(np.where(inside > 1, within, 0.0), np.where(inside < ranks, across, 0.0))
+            seconds = slower + execution.exchange_seconds
         else:
-            total = total + seconds
-    if np.any(behind):
-        total = total + hidden(behind, compute.matmul)
-    if np.any(ring):
-        total = total + hidden(ring, compute.attention * (degrees.ring - 1) / degrees.ring)
-    return total
-
-
-def _behind(op: Collective, which: Pass) -> bool:
-    return which == "backward_weight" or (which == "backward_input" and op.kind in ("reduce_scatter", "all_reduce"))
-
-
-def hidden(communication: Any, beside: Any) -> Any:
-    """``communication.hidden`` for arrays."""
-    return np.maximum(0.0, communication - beside) + INTERFERENCE * np.minimum(communication, beside)
-
-
-def _collective(job: Job, degrees: Any, op: Collective) -> Any:
-    """Seconds of a collective in the closest placement; 0 where it moves nothing, and for exchanges that are priced by nodes."""
-    group = _group(degrees, op.axis)
-    if group is None:
-        return 0.0
-    if op.axis in ("ep", "etp_ep") and (job.execution.ep_overlap or degrees.dispatcher in ("deepep", "hybridep")):
-        return 0.0
-    ranks, stride = (np.asarray(x) for x in group)
-    size, cluster = np.asarray(op.bytes), job.cluster
-    if op.kind == "send_recv":
-        apart: Any = stride
-        for level in cluster.levels[:-1]:
-            apart = np.where(ranks * stride > level.size, np.maximum(apart, level.size), apart)
-        seconds = cluster.collective_seconds(op.kind, size, np.full_like(ranks, 2), apart)
-    elif op.axis == "ep" and op.kind == "all_to_all":
-        domain = cluster.levels[0].size
-        inside = np.minimum(ranks, np.maximum(1, domain // np.maximum(stride, 1)))
-        within = cluster.collective_seconds(op.kind, size * inside / ranks / job.execution.exchange_efficiency, inside, stride)
-        across = cluster.collective_seconds(op.kind, size, ranks, stride)
-        seconds = (
-            np.maximum(np.where(inside > 1, within, 0.0), np.where(inside < ranks, across, 0.0)) + job.execution.exchange_seconds
-        )
-    else:
-        seconds = cluster.collective_seconds(op.kind, size, ranks, stride)
-    return np.where((ranks > 1) & (size > 0), seconds, 0.0) * op.count
+            seconds = cluster.collective_seconds(kind, size, ranks, stride)
+        return np.where((ranks > 1) & (size > 0), seconds, 0.0) * count
 
 
 def _group(degrees: Any, axis: str) -> tuple[Any, Any] | None:

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.communication import INTERFERENCE
+from cost_models.communication import INTERFERENCE, hidden
 from cost_models.compute import is_host
 from cost_models.job import Job
 from cost_models.passes import gather_bytes
 from cost_models.stage_states import adapters
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights
 from cost_models.update import OPTIMIZER_SHARE, USABLE
-from planner.bulk import Bulk, Ints, hidden
+from planner.bulk import Bulk, Ints
 from planner.bulk_bytes import degrees_of_prefixes
 
 Floats = npt.NDArray[np.float64]
