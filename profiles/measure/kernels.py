@@ -67,7 +67,7 @@ def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tens
 
 def _matmul(op: Matmul, form: str, device: torch.device) -> Call:
     if op.dtype not in DTYPES:
-        raise NotImplementedError(f"no {op.dtype} product is timed here")
+        raise TypeError(f"no {op.dtype} product is timed here")
     dtype, m, n, k = DTYPES[op.dtype], int(op.m), int(op.n), int(op.k)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = op.dtype == "tf32"

@@ -15,7 +15,7 @@ from planner.placement import group_place
 from planner.plan import Plan
 from profiles.errors import InputError
 
-HOSTILE = "x$(touch /tmp/axisplan-pwned)`id`'\"\n#SBATCH --wrap=id"
+HOSTILE = "x$(touch pwned)`id`'\"\n#SBATCH --wrap=id"
 
 
 def plan(

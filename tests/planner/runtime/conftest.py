@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-_spec = importlib.util.spec_from_file_location("axisplan_tests_distributed", Path(__file__).resolve().parents[2] / "distributed.py")
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # the helpers beside the tests are importable by their names
+_spec = importlib.util.spec_from_file_location("axisplan_tests_distributed", HERE.parents[1] / "distributed.py")
 assert _spec is not None
 assert _spec.loader is not None
 distributed = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(distributed)
-PROGRAMS = Path(__file__).resolve().parent / "programs.py"
+PROGRAMS = HERE / "programs.py"
 
 
 @pytest.fixture(scope="session")

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
+import test_layouts as layouts
 import torch
 
 from planner.runtime.adapters import Trained, part_of
 from planner.runtime.checkpoint import shapes
 from planner.runtime.parameter import Block, fill
-
-HERE = Path(__file__).resolve().parent
-
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-layouts, families = _load("test_layouts"), _load("families")
 
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
 EXPERTS = {**LORA, "lora_targets": ["experts", "attention"]}

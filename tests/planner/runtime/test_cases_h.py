@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from cost_models.checkpoints import checkpoint_bytes, export_bytes
@@ -21,7 +21,6 @@ from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
 from tests.planner.runtime.test_launch import folder
 
-PROGRAMS = Path(__file__).with_name("programs.py")
 SAVES = [
     (4, "dp=4,zero=0", "llama8", "fp32"), (4, "dp=4,zero=1", "llama8", "bf16"), (4, "dp_replicate=2,dp_shard=2,zero=3", "llama8", "bf16"),
     (4, "tp=2,pp=2,micro_batch=2", "llama8", "fp32"), (4, "tp=2,dp=2,ep=2,etp=2", "moe", "fp32"), (4, "dp=4,ep=2,zero=2", "moe", "bf16"),
@@ -74,11 +73,6 @@ def test_h06_save_and_load_take_the_host_memory_that_is_stated(
     processes: Callable[..., list[Any]], tmp_path: Path, world: int, layout: str, model: str, precision: str
 ) -> None:
     """Megatron-LM #1380, pytorch #149640: 2 GB more on rank 0; world x 28 GB of host memory for a 7B model."""
-    spec = importlib.util.spec_from_file_location("programs_of_cases_h", PROGRAMS)
-    assert spec is not None
-    assert spec.loader is not None
-    programs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(programs)
     vocab = 20011  # one parameter is most of the model, and larger than the plans that DCP exchanges
     job = Job(programs.model_of(model, vocab=vocab), load_cluster(f"cpu:1x{world}"), load_execution("axisplan"), 16, 8, precision)
     stated = checkpoint_bytes(job, Layout.parse(layout, world))

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
+import test_layouts as layouts
 import torch
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "prediction_programs.py"
-
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-families, layouts = _load("families"), _load("test_layouts")
 
 
 @pytest.mark.parametrize("model", ["mtp-plain", "mtp-tied"])

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
 import torch
-
-_spec = importlib.util.spec_from_file_location("families", Path(__file__).resolve().parent / "families.py")
-assert _spec is not None
-assert _spec.loader is not None
-families = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(families)
 
 
 @pytest.mark.parametrize("family", sorted(families.CONFIGS))
