@@ -1,8 +1,8 @@
 """What ``gpu_checks.py`` found beside what was expected: ``python benchmarks/gpu_report.py PLANS RESULTS [--gpu h200-sxm]``.
 
 Prints one line a comparison and exits with 1 when one is over its limit: the shipped curve against the fresh one (median difference of
-each kind of operation at most 10 %), the traced peak of each job against ``torch.cuda.max_memory_allocated`` (3 %), the predicted step
-of the trained model within its 80 % interval, its predicted peak (10 %), fp32 losses of device and CPU (1e-4), operations against fp64
+each kind of operation at most 10 %), the traced peak of each job against ``torch.cuda.max_memory_allocated`` (3 %), each job's step within
+its predicted 80 % interval, its predicted peak (10 %), fp32 losses of device and CPU (1e-4), operations against fp64
 (``OPERATIONS``). A part that has no results is said to be missing, and counts as over.
 """
 
@@ -53,6 +53,12 @@ def relative(what: str, expected: float, found: float | None, limit: float) -> L
     return Line(what, expected, found, limit, abs(expected / found - 1) if found else float("inf"))
 
 
+def inside(what: str, expected: float, found: float | None, low: float, high: float) -> Line:
+    """Whether ``found`` lies between ``low`` and ``high``, said as shares of what was expected."""
+    limit = (high if found is not None and found > expected else low) / expected - 1
+    return Line(what, expected, found, abs(limit), abs(found / expected - 1) if found else float("inf"))
+
+
 def curve_lines(results: Path, known: GpuProfile) -> Iterator[Line]:
     """The shipped curve beside the fresh samples: the median difference of each kind of operation."""
     path = results / "gpu.samples.json"
@@ -64,15 +70,14 @@ def curve_lines(results: Path, known: GpuProfile) -> Iterator[Line]:
 
 
 def job_lines(expected: dict[str, Any], results: Path) -> Iterator[Line]:
-    """Each job's traced peak beside the allocator's; of the trained one, time and memory beside the prediction."""
+    """Each job's traced peak beside the allocator's; the step's seconds inside the predicted interval."""
     found = read(results / "jobs.json")
     for name, of in expected.items():
         job = found.get(name, {})
         yield relative(f"{name}: traced peak, bytes", of["traced"]["peak_bytes"], job.get("max_memory_allocated"), TRACED)
         yield relative(f"{name}: predicted peak, bytes", of["memory"]["peak_allocated"], job.get("max_memory_allocated"), PEAK)
         seconds = statistics.median(job["step_seconds"]) if job.get("step_seconds") else None
-        interval = max(of["step_seconds_high"] / of["step_seconds"], of["step_seconds"] / of["step_seconds_low"]) - 1
-        yield relative(f"{name}: step, s", of["step_seconds"], seconds, interval)
+        yield inside(f"{name}: step, s", of["step_seconds"], seconds, of["step_seconds_low"], of["step_seconds_high"])
 
 
 def number_lines(results: Path) -> Iterator[Line]:

@@ -69,6 +69,8 @@ def test_good_results_are_all_good(tmp_path: Path) -> None:
         ({"slower": 1.2}, "OVER     h200-sxm-141gb matmul bf16, known / measured (1)"),
         ({"job": {"max_memory_allocated": 98.0}}, "OVER     dense"),
         ({"job": {"step_seconds": [1.3, 1.3]}}, "OVER     dense"),
+        ({"job": {"step_seconds": [60.0, 60.0]}}, "OVER     dense"),
+        ({"job": {"step_seconds": [0.85, 0.85]}}, "OVER     dense"),
         ({"job": {"max_memory_allocated": None}}, "MISSING  dense"),
         ({"loss": 4.1}, "OVER     fp32 losses of ten steps, device and CPU (the furthest)"),
         ({"numbers": {"operations torch.bfloat16": {"failed": "x"}}}, "MISSING  operations in bfloat16"),

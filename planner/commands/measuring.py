@@ -94,20 +94,20 @@ def profile_links(
     """Every collective over groups of processes, by message size, several groups at once included."""
     from cost_models.layout import Layout
     from planner import screen, screen_measured
+    from profiles.measure.gpu import check, workers
     from profiles.measure.links import measure_links
     from profiles.measure.plots import check_picture, plot_links
 
     if plot:
         check_picture(plot)
-    world = processes or 4
     axes = None
     if layout:
-        chosen = Layout.parse(layout, world)
+        chosen = Layout.parse(layout, workers(processes, check(device, None, 1, seconds)[0]))
         names = [axis for axis, size in chosen.axes if size > 1]
         axes = {axis: list(chosen.groups(axis)) for axis in names} or None
     terminal = screen.console(stderr=as_json)
     with screen.progress(terminal, "measuring links") as show:
-        measured = measure_links(axes, processes=world, device=device, budget_seconds=seconds, progress=show)
+        measured = measure_links(axes, processes=processes, device=device, budget_seconds=seconds, progress=show)
     if measured is None:
         return
     if as_json:

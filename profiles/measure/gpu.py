@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,21 @@ def measure_gpu(
     except KeyboardInterrupt:
         interrupted = True
     return finish(collector, processes=processes, threads=threads, interrupted=interrupted, others=others)
+
+
+def inside_torchrun() -> bool:
+    """Whether this process is one of a world that somebody else started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def workers(processes: int | None, device: str) -> int:
+    """How many measure at once: torchrun's world, else ``processes``, else one for each GPU (4 on a CPU). ``device`` as ``check``
+    returns it."""
+    import torch
+
+    if inside_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return processes or (torch.cuda.device_count() if device == "cuda" else 4)
 
 
 def check(device: str | None, dtypes: Sequence[str] | None, processes: int, budget_seconds: float) -> tuple[str, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from typing import Any
 from profiles.errors import AxisplanError, InputError
 from profiles.hardware import Link
 from profiles.measure import fitting
-from profiles.measure.gpu import STARTUP_SECONDS, Collector, Progress, check
+from profiles.measure.gpu import STARTUP_SECONDS, Collector, Progress, check, inside_torchrun, workers
 from profiles.measure.samples import Sample, save_samples
 from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, noise, others_busy
 from profiles.operations import Collective
@@ -88,9 +88,9 @@ def measure_links(
     on this machine. Ctrl-C returns what there is. Raises InputError for impossible groups, kinds or sizes, AxisplanError where a
     worker fails.
     """
-    inside = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    world = int(os.environ["WORLD_SIZE"]) if inside else processes or 4
-    device, _ = check(device, None, 1 if inside else world, budget_seconds)
+    inside = inside_torchrun()
+    device, _ = check(device, None, 1 if inside or processes is None else processes, budget_seconds)
+    world = workers(processes, device)
     if world < 2:
         raise InputError("processes", world, "a link needs two", 2)
     axes = dict(axes) if axes else default_axes(world)

@@ -63,11 +63,8 @@ def profile_machine(
     One start of the workers serves both. Takes about ``budget_seconds`` and the workers' start (some seconds). Ctrl-C returns what
     there is. Raises InputError for an impossible request, AxisplanError where a worker fails.
     """
-    import torch
-
     device, chosen = gpu.check(device, dtypes, 1, budget_seconds)
-    if processes is None:
-        processes = torch.cuda.device_count() if device == "cuda" else 4
+    processes = processes or gpu.workers(None, device)
     gpu.check(device, dtypes, processes, budget_seconds)
     share = GPU_SHARE if processes > 1 else 1.0
     job: dict[str, Any] = {"device": device, "gpu": {"dtypes": list(chosen), "budget_seconds": budget_seconds * share}}
