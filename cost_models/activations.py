@@ -152,7 +152,7 @@ def gradient_buckets(job: Job, degrees: Any, runs: Iterable[Run], *, first: bool
     one rank)."""
     execution = job.execution
     units = Units(job, degrees, first, last)
-    count: Number = units.ends + sum(units.holding(run.kind).all * run.count for run in runs)
+    count: Number = units.trained_ends + sum(units.trained(run.kind).all * run.count for run in runs)
     ways, _ = shards(degrees)
     most = execution.unsharded_gradient_units * execution.gradient_bucket_bytes
     return where(ways > 1, minimum(units.reduce * count, most), 0)

@@ -9,6 +9,7 @@ Source: torch.distributed.fsdp._fully_shard (2.13), traced by the dry run (docs/
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,25 +62,31 @@ class Units:
     def holding(self, unit: int | str) -> Holding:
         return unit_holding(self.job, self.degrees, unit)[0]
 
-    @property
-    def embedding(self) -> Number:
-        return self.holding("embedding").all if self.first else 0
+    def trained(self, unit: int | str) -> Holding:
+        return unit_holding(self.job, self.degrees, unit)[1]
 
     @property
-    def head(self) -> Number:
-        if not self.last:
-            return 0
-        return self.holding("tied head" if self.job.model.tied and self.first else "head").all
+    def _head(self) -> str:
+        return "tied head" if self.job.model.tied and self.first else "head"
+
+    def _ends(self, of: Callable[[str], Holding]) -> Number:
+        embedding = of("embedding").all if self.first else 0
+        return embedding + (of(self._head).all if self.last else 0)
 
     @property
     def ends(self) -> Number:
         """Elements of the ends' unit."""
-        return self.embedding + self.head
+        return self._ends(self.holding)
+
+    @property
+    def trained_ends(self) -> Number:
+        """Those of them that have a gradient."""
+        return self._ends(self.trained)
 
     @property
     def throughout(self) -> Number:
         """Bytes beside every layer's backward: the gathered ends, and the head's gradient."""
-        return self.gather * self.ends + self.own * self.head
+        return self.gather * self.ends + (self.own * self.trained(self._head).all if self.last else 0)
 
     def whole(self, unit: int | str) -> Number:
         """A layer's own gathered parameters."""
@@ -91,16 +98,17 @@ class Units:
 
     def behind(self, unit: int | str) -> Number:
         """The input of the last reduction of the layer whose backward came before."""
-        return self.reduce * self.holding(unit).dense
+        return self.reduce * self.trained(unit).dense
 
     def waiting(self, unit: int | str, most: Number) -> Number:
         """A layer's own fullest moment (``LayerCost.waiting``) where padding makes its experts' reduction larger than counted there."""
-        bare = unit_holding(self.job, self.degrees, unit, bare=True)[0]
-        return most + (self.reduce - self.gather) * (self.holding(unit).expert - bare.expert)
+        held, trained = unit_holding(self.job, self.degrees, unit, bare=True)
+        padding, reduced = self.holding(unit).expert - held.expert, self.trained(unit).expert - trained.expert
+        return most + self.reduce * reduced - self.gather * padding
 
     def reduced(self, unit: int | str) -> Number:
         """A layer's gradients once reduced: this rank's shards."""
-        return self._shards(self.holding(unit))
+        return self._shards(self.trained(unit))
 
     def _shards(self, holding: Holding) -> Number:
         dense, expert = shards(self.degrees)
@@ -109,16 +117,16 @@ class Units:
     @property
     def reduced_ends(self) -> Number:
         dense, _ = shards(self.degrees)
-        return self.reduce * self.ends / dense
+        return self.reduce * self.trained_ends / dense
 
     @property
     def reducing_ends(self) -> Number:
         """The ends' reduction: their gradients and its input, the parameters being let go."""
-        return (self.own + self.reduce) * self.ends
+        return (self.own + self.reduce) * self.trained_ends
 
     def reducing(self, unit: int | str) -> Number:
         """The same of a layer's dense unit, while the ends are still gathered."""
-        return self.throughout + (self.own + self.reduce) * self.holding(unit).dense
+        return self.throughout + (self.own + self.reduce) * self.trained(unit).dense
 
     def at_loss(self, unit: int | str, transient: Number) -> Number:
         """The fullest moment around the loss beyond what is kept: ``transient`` beside the ends and the last gather's buffer (of

@@ -65,6 +65,14 @@ def test_of_a_job_that_trains_a_part_formula_and_program_agree(
     assert [f"{d.what}: {d.formula:.0f} {d.trace:.0f} {d.named}" for d in run.disagreements] == []
 
 
+@pytest.mark.parametrize("trained", [LORA, FROZEN], ids=["lora", "frozen"])
+def test_of_a_step_of_one_microbatch_that_trains_a_part_formula_and_program_agree(
+    trained: dict[str, Any], make_plan: Callable[..., Plan]
+) -> None:
+    run = dry_run(make_plan("dense", 8, "zero=3", global_batch=8, trained=trained))
+    assert [f"{d.what}: {d.formula:.0f} {d.trace:.0f} {d.named}" for d in run.disagreements] == []
+
+
 @pytest.mark.parametrize(("kind", "world", "layout"), MATRIX)
 def test_formula_and_program_agree(kind: str, world: int, layout: str, make_plan: Callable[..., Plan]) -> None:
     pp = 4 if "pp=4" in layout else 2
