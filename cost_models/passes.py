@@ -340,13 +340,16 @@ def _add_sharded_bytes(job: Job, network: Network, unit: int, sent: dict[str, di
     weights = unit_weights(job, layout, unit)
     gathered = gather_bytes(job, held_weights(job, layout, unit))
     gathers = 0.0 if layout.zero == 2 or gathers_once(job, layout) else execution.gathers_per_microbatch
-    for axis, count, wire, group in (
-        ("dp", weights.dense, gathered[0], "zero"),
-        ("edp", weights.expert, gathered[1], "edp_shard"),
+    shards, expert_shards = layout.dp_shard * layout.cp, layout.edp_shard
+    for axis, count, wire, group, replicas, parts in (
+        ("dp", weights.dense, gathered[0], "zero", "dp_replicate", shards),
+        ("edp", weights.expert, gathered[1], "edp_shard", "edp_replicate", expert_shards),
     ):
         add_bytes(sent, axis, network.sent("all_gather", group, wire), gathers)
         if not reduces_once(job, layout):
-            add_bytes(sent, axis, network.sent("reduce_scatter", group, execution.reduce_bytes * count))
+            size = execution.reduce_bytes * count
+            add_bytes(sent, axis, network.sent("reduce_scatter", group, size))
+            add_bytes(sent, axis, network.sent("all_reduce", replicas, size / parts))
 
 
 def _with_sharding(

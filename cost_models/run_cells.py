@@ -95,16 +95,16 @@ def zero_of(text: str, guessed: list[str]) -> int:
 
 
 def recompute_of(text: str, layers: int, guessed: list[str], stages: int = 1) -> str:
-    """A recompute choice as ``Layout`` takes it. ``full``; ``full:10`` or ``block 10`` (the first ten layers of each of ``stages``
-    pipeline ranks); ``every_second``, ``selective:2`` (every second layer); Megatron's and TorchTitan's module names; what nobody
-    knows is said to be nothing."""
+    """A recompute choice as ``Layout`` takes it. ``full``, ``uniform`` with any number (Megatron's chunk size: every layer is
+    recomputed); ``full:10`` or ``block 10`` (the first ten layers of each of ``stages`` pipeline ranks); ``every_second``,
+    ``selective:2`` (every second layer); Megatron's and TorchTitan's module names; what nobody knows is said to be nothing."""
     word = text.strip().lower()
     mode = _meaning("recompute", word)
     if mode == "every":
         step = int(re.findall(r"\d+", word)[-1]) if re.search(r"\d", word) else 2
         return "/".join(f"{i}:full" for i in range(0, layers, max(1, step)))
     if mode == "full":
-        counts = [int(n) for n in re.findall(r"\d+", word)]
+        counts = [int(n) for n in re.findall(r"\d+", word)] if re.search(r"block|^full\W*\d+\W*$", word) else []
         held = -(-layers // stages)
         if not counts or not 0 < counts[-1] < held or word == "1":
             return "full"

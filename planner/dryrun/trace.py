@@ -99,8 +99,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._gone, key)
             return
         if category is not None and entry[1] != category:
-            self.bytes[entry[1]] -= entry[0]
-            self.bytes[category] += entry[0]
+            self._change(entry[1], -entry[0])
+            self._change(category, entry[0])
             entry[1] = category
         size = storage.nbytes()
         if size != entry[0]:

@@ -8,9 +8,12 @@ import pytest
 
 from cost_models.communication import INTERFERENCE, Exchange, Network, bytes_by_link, exposed, hidden, stragglers
 from cost_models.compute import Compute
-from cost_models.execution import Execution
+from cost_models.execution import Execution, load_execution
+from cost_models.job import Job
 from cost_models.layout import Layout
+from cost_models.step import estimate
 from profiles.hardware import load_cluster
+from profiles.huggingface import load_model
 from profiles.operations import Collective
 
 H100 = load_cluster("h100-sxm:4x8")
@@ -139,3 +142,12 @@ def test_a_ring_or_a_pipeline_goes_at_the_pace_of_its_slowest_neighbours() -> No
     narrow = Network(H100, Layout(pp=16, dp_shard=2, order="tp-cp-pp-dp"))
     assert narrow.seconds("send_recv", "pp", 1e8) == pytest.approx(across)
     assert set(narrow.sent("send_recv", "pp", 1e8)) == {H100.levels[1].name}
+
+
+def test_replicas_that_reduce_every_microbatch_are_counted_on_the_network_between_nodes() -> None:
+    job = Job(load_model("llama-3-8b"), load_cluster("h100-sxm:2x8"), load_execution("fsdp"), 4096, 64)
+    found = estimate(job, Layout.parse("dp_replicate=2,dp_shard=8,zero=3,micro_batch=1", 16)).to_json()["bytes_sent"]["dp"]
+    parameters = load_model("llama-3-8b").parameters.total
+    sent = 2 * (2 - 1) / 2 * 4 * parameters / 8 * 4  # a ring's share of fp32 gradients' eighths, four microbatches
+    between = [size for level, size in found.items() if level != load_cluster("h100-sxm:2x8").levels[0].name]
+    assert sum(between) == pytest.approx(sent, rel=0.01)

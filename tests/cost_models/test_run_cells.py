@@ -69,7 +69,18 @@ def test_a_precision_that_the_gpu_lacks_runs_in_the_next_wider_one_and_says_so()
 
 @pytest.mark.parametrize(
     ("text", "stage"),
-    [("ZeRO-1", 1), ("distributed optimizer", 1), ("ddp", 0), ("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("fsdp2", 3), ("3.0", 3)],
+    [
+        ("ZeRO-1", 1),
+        ("distributed optimizer", 1),
+        ("ddp", 0),
+        ("FULL_SHARD", 3),
+        ("SHARD_GRAD_OP", 2),
+        ("fsdp2", 3),
+        ("3.0", 3),
+        ("zero 1 (no fsdp)", 1),
+        ("no fsdp", 0),
+        ("ZeRO 0", 0),
+    ],
 )
 def test_a_zero_stage_is_known_however_it_is_written(text: str, stage: int) -> None:
     assert zero_of(text, []) == stage
@@ -82,7 +93,7 @@ def test_a_zero_stage_is_known_however_it_is_written(text: str, stage: int) -> N
         ("selective:op", "selective(op)"), ("selective:attention-core", "selective(core_attn)"),
         ("selective:mla_up_proj+mlp", "selective(mla_up_proj,mlp)"), ("selective: layernorm, moe_act", "selective(layernorm,moe_act)"),
         ("selective:layer", "0:full/2:full/4:full/6:full"), ("full:1", "0-0:full/4-4:full"), ("block 2", "0-1:full/4-5:full"),
-        ("full:9", "full"), ("witchcraft", "none"),
+        ("full:9", "full"), ("full:uniform:1", "full"), ("full, 1 layer per chunk", "full"), ("witchcraft", "none"),
     ],
 )  # fmt: skip
 def test_a_recompute_mode_is_known_however_it_is_written(text: str, choice: str) -> None:
@@ -146,6 +157,8 @@ def test_packed_short_samples_and_adapters_are_known_from_what_a_row_says() -> N
     assert plain.job.documents == ()
     assert tuned.job.documents == ((170, 1),)
     assert adapted.job.lora_rank == 32
+    for notes in ("no LoRA", "PEFT comparison: full fine-tuning", "without LoRA"):
+        assert to_run({**cells, "notes": notes}).job.lora_rank == 0
     seconds = [predict(run).seconds for run in (plain, tuned, adapted)]
     assert seconds[0] > seconds[1] > seconds[2]
 
