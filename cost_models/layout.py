@@ -473,9 +473,10 @@ def _value(key: str, raw: str) -> Any:
     if key == "recompute":
         return str(Recompute.parse(raw))
     if key == "stages":
-        if not re.fullmatch(r"\d+(\|\d+)*", raw):
-            raise InputError(key, raw, "lists the layers of each chunk, e.g. 30|32|32|32")
-        return tuple(int(x) for x in raw.split("|"))
+        if not re.fullmatch(r"\d+(x\d{1,4})?(\|\d+(x\d{1,4})?)*", raw):
+            raise InputError(key, raw, "lists the layers of each chunk, e.g. 30|32|32|32 or 30|32x3")
+        runs = (part.partition("x") for part in raw.split("|"))
+        return tuple(layers for count, _, times in runs for layers in (int(count),) * int(times or 1))
     if key == "dispatcher":
         if raw not in ("alltoall", "allgather", "deepep", "hybridep"):
             raise InputError(key, raw, "is alltoall, allgather, deepep or hybridep", "alltoall")

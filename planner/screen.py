@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from planner.layout_words import short
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -119,7 +121,7 @@ def show_inspect(out: Console, name: str, document: Mapping[str, Any]) -> None:
 
 def show_estimate(out: Console, layout: str, document: Mapping[str, Any]) -> None:
     """One screen: time with its interval, where it goes, memory by stage against the limit."""
-    out.print(f"layout   {layout}", soft_wrap=True)
+    out.print(f"layout   {short(layout)}", soft_wrap=True, markup=False)
     out.print(
         f"step     {seconds(document['step_seconds'])}   (80 % interval {seconds(document['step_seconds_low'])} to "
         f"{seconds(document['step_seconds_high'])})   {document['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU   "
@@ -190,7 +192,7 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | 
     if plan.runners_up:
         rows = [
             (
-                r.layout_text,
+                short(r.layout_text),
                 seconds(r.estimate["step_seconds"]),
                 f"{100 * r.slower:+.1f} %",
                 percent(r.chance_faster),
@@ -303,7 +305,7 @@ def show_explain(out: Console, document: Mapping[str, Any]) -> None:
             "neither takes device memory",
             soft_wrap=True, markup=False,
         )  # fmt: skip
-    others = [(r["layout_text"], f"{100 * r['slower']:+.1f} %", percent(r["chance_faster"]), worst_loss(r["loses"]), r["flips"] or "-")
+    others = [(short(r["layout_text"]), f"{100 * r['slower']:+.1f} %", percent(r["chance_faster"]), worst_loss(r["loses"]), r["flips"] or "-")
               for r in document["runners_up"]]  # fmt: skip
     if others:
         columns = ("layout", "slower", "chance faster", "loses most on", "would flip with")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from planner.layout_words import short
 from planner.plan import Plan
 
 GIB = 2**30
@@ -145,7 +146,7 @@ def candidates_figure(plan: Plan, considered: Sequence[Mapping[str, Any]] = ()) 
                 {
                     "type": "scatter", "mode": "markers", "name": role, "x": [r["bytes"] / GIB for r in mine],
                     "y": [r["seconds"] for r in mine], "marker": {"color": colour, "symbol": symbol, "size": size},
-                    "text": [wrapped(r["layout"]) for r in mine],
+                    "text": [wrapped(short(r["layout"])) for r in mine],
                     "hovertemplate": "%{text}<br>%{y:.4g} s, %{x:.1f} GiB<extra>" + role + "</extra>",
                 }
             )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 from cost_models.job import Job
 from cost_models.layout import Layout
 from planner import screen
+from planner.layout_words import short
 from planner.plan import Plan, execution_dump
 from planner.report import figures
 from planner.report.considered import considered
@@ -212,7 +213,7 @@ def runners_table(plan: Plan) -> str:
         return "<p>None were asked for, or no really different layout is left (<code>axisplan plan --top 5</code>).</p>"
     rows = [
         (
-            r.layout_text, screen.seconds(r.estimate["step_seconds"]), f"{100 * r.slower:+.1f} %",
+            short(r.layout_text), screen.seconds(r.estimate["step_seconds"]), f"{100 * r.slower:+.1f} %",
             screen.gib(max(s["device"] for s in r.estimate["memory"])), f"{100 * r.chance_faster:.0f} %", screen.worst_loss(r.loses), r.flips,
         )
         for r in plan.runners_up

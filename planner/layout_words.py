@@ -1,0 +1,33 @@
+"""A layout in the width of a screen: long stages and a recompute choice layer by layer are counted, not listed; files hold them whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+from cost_models.layout import pairs
+
+LONG = 48
+"""Characters of a value beyond which it is counted."""
+
+
+def short(layout_text: str) -> str:
+    """``layout_text`` with long stages as runs (``7|8x14|7``) and a long recompute choice as layers by kind."""
+    return ",".join(f"{key}={shortened(key, value)}" for key, value in pairs(layout_text))
+
+
+def shortened(key: str, value: str) -> str:
+    """One value: itself unless it is longer than ``LONG`` and can be counted."""
+    if len(value) <= LONG:
+        return value
+    if key == "stages":
+        runs = ((layers, len(list(run))) for layers, run in groupby(value.split("|")))
+        return "|".join(layers if n == 1 else f"{layers}x{n}" for layers, n in runs)
+    if key == "recompute":
+        layers: Counter[str] = Counter()
+        for part in value.split("/"):
+            span, _, kind = part.partition(":")
+            first, _, last = span.partition("-")
+            layers[kind] += int(last or first) - int(first) + 1
+        return " + ".join(f"{n} layers {kind}" for kind, n in layers.most_common())
+    return value
