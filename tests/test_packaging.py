@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -40,6 +41,35 @@ def test_the_wheel_holds_exactly_the_four_parts_and_their_data(wheel):
     )
     missing = [n for n in tracked.stdout.split() if n not in names]
     assert missing == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_source_distribution_builds_the_same_wheel(wheel, tmp_path):
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps"]
+    code = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
+    source = wheel.parent / "source"
+    built = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True, timeout=240)
+    sdist = source / built.stdout.split()[-1]
+    subprocess.run([*pip, "-w", str(tmp_path), str(sdist)], check=True, cwd=tmp_path, timeout=240)
+    rebuilt = next(tmp_path.glob("*.whl"))
+    assert contents(rebuilt) == contents(wheel)
+    with tarfile.open(sdist) as archive:
+        held = {"/".join(n.split("/")[1:]) for n in archive.getnames()}
+    assert {"README.md", "LICENSE", "pyproject.toml", "cli.py"} <= held
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """What a wheel installs, its record apart (that holds the files' times of packing)."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {n: archive.read(n) for n in archive.namelist() if not n.endswith("/RECORD")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_is_installed_here_agrees(tmp_path):
+    found = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False, timeout=240)
+    assert found.stdout.strip() == "No broken requirements found.", found.stdout
 
 
 @pytest.mark.slow
