@@ -34,7 +34,8 @@ slow: $(VENV)/.installed-dev
 	$(PYTEST) -m "slow and not verify"
 
 verify: $(VENV)/.installed-dev
-	$(PYTEST)
+	$(BIN)/python tests/oracles/install.py --seconds 900
+	$(BIN)/python benchmarks/verify.py
 
 clean:
 	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
