@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from cost_models.memory import fits
 from cost_models.runs import Run, load_runs, read_rows
 from cost_models.step import estimate
 from planner import search
+from planner.layout_words import bare
 from planner.legality import violations
 from planner.solve import PlanRequest, solve
 from profiles.errors import DoesNotFit, InputError
@@ -166,16 +166,15 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         ours = r["ours"] or r.get("why", "")[:80]
         rules = f" (breaks {', '.join(r['broken'])})" if r["broken"] else ""
         lines.append(
-            f"| {cell(r['id'])} | {cell(job)} | {short(r['published'])}{rules} | {r['published_s']:.4g} s | {r['measured_s']:.4g} s | {needs}"
-            f" | {short(ours)} | {_seconds(r['ours_s'])} | {_share(r.get('gap'))} |"
+            f"| {cell(r['id'])} | {cell(job)} | {layout(r['published'])}{rules} | {r['published_s']:.4g} s | {r['measured_s']:.4g} s | {needs}"
+            f" | {layout(ours)} | {_seconds(r['ours_s'])} | {_share(r.get('gap'))} |"
         )
     return lines
 
 
-def short(layout: str) -> str:
-    """A layout without the keys that say nothing (degree 1, defaults)."""
-    kept = [p for p in re.split(r",(?=[a-z_]+=)", layout) if not p.endswith("=1") or p.startswith(("zero", "micro_batch"))]
-    return cell(" ".join(p for p in kept if p not in ("sp=true", "recompute=none", "schedule=1f1b")).replace("micro_batch", "mb"))
+def layout(text: str) -> str:
+    """A layout inside a table."""
+    return cell(bare(text).replace(",", " ").replace("micro_batch", "mb"))
 
 
 def cell(text: str) -> str:

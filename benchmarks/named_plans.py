@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.job import GIB
+from planner.layout_words import bare
 from profiles.files import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +80,10 @@ def documented(recompute: str) -> dict[str, Any]:
     return row | {key: found.get(key) for key in ("step_seconds", "mfu")}
 
 
+PIPE = r"\|"
+"""A bar inside a table."""
+
+
 def table(rows: dict[str, Any]) -> list[str]:
     lines = ["| job | plan | step | tokens/s/GPU | MFU | fullest GPU | gap | CPU |", "|---|---|---:|---:|---:|---:|---:|---:|"]
     for name in PLANS:
@@ -89,17 +93,11 @@ def table(rows: dict[str, Any]) -> list[str]:
             continue
         gap = "proved" if r["proved"] else f"{100 * r['gap']:.1f} %"
         lines.append(
-            f"| {name} | `{short(r['layout'])}` | {r['step_s']:.3g} s | {r['tokens_per_second_per_gpu']:,.0f} | {100 * r['mfu']:.1f} %"
+            f"| {name} | `{bare(r['layout']).replace('|', PIPE)}` | {r['step_s']:.3g} s | {r['tokens_per_second_per_gpu']:,.0f}"
+            f" | {100 * r['mfu']:.1f} %"
             f" | {r['device_gib']:.1f} of {r['limit_gib']:.1f} GiB | {gap} | {r['cpu_s']:.1f} s |"
         )
     return lines
-
-
-def short(layout: str) -> str:
-    """A layout without the keys that say nothing, long lists of stages and recompute cut."""
-    kept = [p for p in re.split(r",(?=[a-z_]+=)", layout) if not p.endswith("=1") or p.startswith(("zero", "micro_batch"))]
-    words = [p if len(p) < 50 else f"{p[:40]}..." for p in kept if p not in ("sp=true", "recompute=none", "schedule=1f1b")]
-    return ",".join(words).replace("|", "\\|")
 
 
 def page(rows: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from cost_models.layout import pairs
 
-LONG = 48
+LONG = {"stages": 24, "recompute": 48}
 """Characters of a value beyond which it is counted."""
 
 
@@ -16,9 +16,18 @@ def short(layout_text: str) -> str:
     return ",".join(f"{key}={shortened(key, value)}" for key, value in pairs(layout_text))
 
 
+def bare(layout_text: str) -> str:
+    """``short`` without what says nothing: degrees of one and the commonest choices."""
+    plain = ("sp=true", "recompute=none", "schedule=1f1b")
+    words = [
+        f"{key}={shortened(key, value)}" for key, value in pairs(layout_text) if value != "1" or key in ("zero", "micro_batch")
+    ]
+    return ",".join(word for word in words if word not in plain)
+
+
 def shortened(key: str, value: str) -> str:
-    """One value: itself unless it is longer than ``LONG`` and can be counted."""
-    if len(value) <= LONG:
+    """One value: itself unless it is longer than ``LONG`` lets it be."""
+    if len(value) <= LONG.get(key, len(value)):
         return value
     if key == "stages":
         runs = ((layers, len(list(run))) for layers, run in groupby(value.split("|")))
