@@ -107,9 +107,9 @@ class Execution(TimeFacts):
     fp8_parameters: bool = False
     """Under an 8-bit precision the working parameters of linear layers are gathered in one byte, and stored so unless in fp32."""
     fp8_parameter_copies: float = 2.0
-    """Bytes a stored 8-bit parameter of a linear layer: its two layouts (row- and column-wise) of one byte each."""
+    """8-bit copies of a linear layer's parameter where it is stored so: its two layouts (row- and column-wise)."""
     fp8_weight_cache: float = 2.0
-    """Bytes of 8-bit casts kept beside each 16-bit parameter of a linear layer, where parameters are not stored in 8 bits."""
+    """8- or 4-bit copies kept beside each 16-bit parameter of a linear layer, where parameters are not stored so."""
     master_bytes: float = 4.0
     """Master copy beside the working parameter, per parameter (2: 16-bit remainder, 0: none)."""
     moment_bytes: float = 4.0

@@ -12,13 +12,14 @@ from typing import Any
 from cost_models.arrays import maximum
 from cost_models.execution import Execution
 from cost_models.job import Job
-from cost_models.layer_cost import LOW_PRECISION
 from cost_models.states import Holding, Split, Weight
 from profiles.errors import InputError
 from profiles.operations import Number
 
 ADAM_8BIT_MOMENT = 1 + 4 / 256
 """Bytes of an 8-bit moment: one, and an fp32 scale for each block of 256 (bitsandbytes, block-wise optimizers)."""
+LOW_PRECISION_BYTES = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+"""Bytes of an element: MXFP8 has one byte of scale for 32 elements, NVFP4 one for 16 (OCP Microscaling Formats 1.0; NVIDIA's NVFP4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,10 @@ def bytes_of(execution: Execution, precision: str, optimizer: str, zero: int = 0
     full = precision == "fp32"
     weight = 4.0 if full else execution.parameter_bytes
     linear = weight
-    if precision in LOW_PRECISION:
+    if precision in LOW_PRECISION_BYTES:
         stored = execution.fp8_parameters and execution.parameter_bytes < 4 and precision != "nvfp4"
-        linear = execution.fp8_parameter_copies if stored else weight + execution.fp8_weight_cache
+        linear = LOW_PRECISION_BYTES[precision] * (execution.fp8_parameter_copies if stored else execution.fp8_weight_cache)
+        linear += 0.0 if stored else weight
     moment = 4.0 if full else execution.moment_bytes
     known = {"adamw": 2 * moment, "adamw8bit": 2 * ADAM_8BIT_MOMENT, "muon": 2 * moment, "sgd": moment}
     if optimizer not in known:

@@ -29,6 +29,7 @@ from cost_models.accuracy_report import diff, page, picture, summary, table
 from cost_models.calibrate import calibrate, scaled
 from cost_models.execution import load_execution
 from cost_models.layout import Layout
+from cost_models.memory import fits
 from cost_models.runs import Run, Skipped, apply_rules, load_runs, read_rows, seconds_of, to_run
 from profiles.errors import AxisplanError, InputError
 from profiles.hardware import load_cluster, load_gpu
@@ -86,6 +87,13 @@ def test_memory_is_within_the_goals_on_published_runs() -> None:
     memory = {key.split(" | ")[1]: value for key, value in result()["memory"].items() if "SimuMax" in key}
     assert memory["allocated"]["n"] == 22
     assert memory["allocated"]["mape"] <= 0.015
+
+
+def test_every_run_that_ran_is_said_to_fit() -> None:
+    """Without a margin: a run took what it took."""
+    graded = [run for run in runs().values() if run.grade == "A"]
+    assert len(graded) > 434
+    assert [run.id for run in graded if not fits(replace(run.job, margin=0.0), run.layout)[0]] == []
 
 
 @pytest.mark.slow
@@ -161,6 +169,14 @@ def test_rules_give_what_the_columns_cannot_say() -> None:
     assert deepseek.job.precision == "mxfp8"
     maverick = runs()["dgxc-25.05.04-llama4-maverick-nemo-fp8-GB200x128"]
     assert maverick.job.model.pattern[:4] == (1, 0, 1, 0)
+
+
+def test_a_rule_finds_nemotron_340b_as_its_tables_write_it() -> None:
+    """sources.md 1a: FlashAttention-2 and a 16-bit optimizer in 24.11; in 25.04 neither."""
+    old = runs()["dgxc-24.11.1-nemotron4-340b-nemo-bf16-H100x128"].job.execution
+    assert (old.attention, old.moment_bytes, old.master_bytes) == ("fa2", 2, 0)
+    new = next(r for r in runs().values() if r.id.startswith("dgxc-25.04") and "340b" in r.id).job.execution
+    assert new.attention == "cudnn" and new.master_bytes == 4
 
 
 def test_a_guess_is_named() -> None:

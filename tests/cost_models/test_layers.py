@@ -447,3 +447,14 @@ def test_the_gated_delta_rule_does_the_products_of_its_chunked_form() -> None:
     assert scan / 4096 == 32 * (linear + correction)
     again = sum(op.flops for op in cost.backward_input if isinstance(op, Matmul) and op.name == "scan")
     assert again == 2 * scan
+
+
+def test_an_eager_layer_norm_keeps_its_16_bit_input_and_an_eager_rms_norm_fp32_copies() -> None:
+    """MPT without checkpoints: input and output of two norms, q, k, v, attention's output, GELU's input and output: 32 h bytes a token,
+    and two fp32 statistics a norm, one a head."""
+    eager = Execution(attention="fa2", elementwise="eager", fused_qkv=False)
+    kept = cost(gpt(), eager)
+    tokens, hidden, heads = 2048, 12288, 96
+    assert sum(t.bytes for t in kept.saved) == tokens * (32 * hidden + 2 * 8 + 4 * heads)
+    chain = cost(gpt().model_copy(update={"norm": "rms"}), eager)
+    assert sum(t.bytes for t in chain.saved) == tokens * (32 * hidden + 2 * 4 * hidden + 2 * 4 + 4 * heads)
