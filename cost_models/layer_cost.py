@@ -380,13 +380,15 @@ class Builder:
     def norm(self, name: str, tokens: Number, width: Number, *, output: bool, gathered: Number | None = None) -> None:
         """A normalisation of ``width`` over ``tokens`` rows: its work, the input it keeps, and (``output``) its output as the kept
         input of the linear layer behind it; ``gathered`` = rows of that input where the gathered one is kept. What is compiled is
-        the layer; the final norm stays eager."""
+        the layer; the final norm stays eager. An eager RMSNorm is a chain of kernels in fp32 (transformers, TorchTitan of 2024); a
+        LayerNorm is one kernel (``torch.nn.functional.layer_norm``), which keeps its 16-bit input."""
         local, execution = self.local, self.local.execution
         size = tokens * width
         self.pointwise(name, 2 * size * local.bytes, 3 * size * local.bytes)
         eager = execution.elementwise == "eager" or (execution.elementwise == "compiled" and name == "final_norm")
-        self.keep(f"{name}_input", size * (4 if eager else local.bytes), module="norm")
-        if eager:
+        chain = eager and local.model.norm != "layer"
+        self.keep(f"{name}_input", size * (4 if chain else local.bytes), module="norm")
+        if chain:
             self.keep(f"{name}_normalised", size * local.bytes, module="norm")
         if execution.statistics:
             self.keep(f"{name}_statistics", 4 * tokens * (2 if local.model.norm == "layer" else 1), module="norm")
