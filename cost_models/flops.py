@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from profiles.errors import InputError
+from profiles.families.registry import checked_against
 from profiles.model import Attention, FeedForward, LatentAttention, Layer, LinearAttention, Mixer, ModelSpec, StateSpace
 from profiles.parameters import (
     Projection,
@@ -219,8 +220,20 @@ def model_flops(model: ModelSpec, seq_len: int, tokens: float, convention: Conve
     return tokens * (each.training + (3 * (each.attention_full - each.attention_causal) if convention == "full" else 0.0))
 
 
-def inspect_model(model: ModelSpec, seq_len: int = 4096) -> dict[str, Any]:
-    """What ``axisplan inspect --json`` prints: parameters, FLOPs a token, and the layers as groups of equal ones."""
+USUAL_SEQ_LEN = 4096
+
+
+def inspect_model(model: ModelSpec, seq_len: int | None = None) -> dict[str, Any]:
+    """What ``axisplan inspect --json`` prints: parameters, FLOPs a token, and the layers as groups of equal ones.
+
+    ``seq_len`` None: ``USUAL_SEQ_LEN`` tokens, or as many as the model has positions for where those are fewer (a note says so).
+    """
+    longest, notes = model.max_seq_len or USUAL_SEQ_LEN, list(model.notes)
+    if seq_len is None and longest < USUAL_SEQ_LEN:
+        notes.append(f"sequences of {longest:,} tokens, the longest this model has positions for; --seq-len takes another length")
+    elif seq_len is not None and model.max_seq_len and seq_len > longest:
+        notes.append(f"sequences of {seq_len:,} tokens are longer than the {longest:,} positions this model was made for")
+    seq_len = seq_len if seq_len is not None else min(longest, USUAL_SEQ_LEN)
     flops = flops_per_token(model, seq_len)
     by_kind = {layer.kind: layer for layer in flops.layers}
     groups, first = [], 0
@@ -243,5 +256,5 @@ def inspect_model(model: ModelSpec, seq_len: int = 4096) -> dict[str, Any]:
         "tied": model.tied, "num_layers": model.num_layers, "max_seq_len": model.max_seq_len,
         "parameters": model.parameters.as_dict(),
         "flops_per_token": {name: value for name, value in asdict(flops).items() if name != "layers"},
-        "layers": groups, "notes": list(model.notes),
+        "layers": groups, "notes": notes, "checked_against": checked_against(model),
     }  # fmt: skip

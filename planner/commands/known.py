@@ -11,9 +11,11 @@ from planner.command_line import CONTEXT, Commands, Examples, Tokens, as_json, c
 
 @command("inspect", "axisplan inspect llama-3.1-405b --seq-len 8k\naxisplan inspect path/to/config.json --json")
 @click.argument("model")
-@click.option("--seq-len", type=Tokens(), default=4096, show_default=True, help="Tokens a sequence, for the attention FLOPs.")
+@click.option(
+    "--seq-len", type=Tokens(), help="Tokens a sequence, for the attention FLOPs (default: 4096, or the model's longest)."
+)
 @as_json
-def inspect(model: str, seq_len: int, as_json: bool) -> None:
+def inspect(model: str, seq_len: int | None, as_json: bool) -> None:
     """Parameters (total, active, by part), FLOPs a token and layer groups of MODEL."""
     from cost_models.flops import inspect_model
     from planner import screen

@@ -29,6 +29,10 @@ ALIASES = {
 }  # fmt: skip
 """Other names of a known model_type: released remote code, multimodal wrappers (their text part)."""
 
+NO_CLASS = frozenset({"grok-1", "grok_1", "grok1", "kimi_k2", "minimax_text_01", "MiniMaxText01"})
+"""Models that transformers has no class for: their counts were compared with the published total, not with a model."""
+NO_CLASS_NOTE = "transformers has no class of this model_type: parameters are checked against the published total only"
+
 
 def text_part(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, tuple[str, ...]]:
     """(the text model's fields, where they stand, notes): of a multimodal config the nested text part."""
@@ -53,7 +57,16 @@ def read_config(raw: Mapping[str, Any], name: str) -> ModelSpec:
     if family not in READERS:
         raise InputError(where + "model_type", model_type, UNKNOWN, nearest_type(model_type))
     model = READERS[family](Fields(part, where), name, family)
+    notes += (NO_CLASS_NOTE,) if model_type in NO_CLASS else ()
     return model.model_copy(update={"notes": (*notes, *model.notes)}) if notes else model
+
+
+def checked_against(model: ModelSpec) -> str:
+    """What the parameter counts of such a model were compared with: ``transformers``, ``published total``, or ``nothing`` (a ModelSpec
+    written by hand)."""
+    if NO_CLASS_NOTE in model.notes:
+        return "published total"
+    return "transformers" if model.family in READERS else "nothing"
 
 
 UNKNOWN = (

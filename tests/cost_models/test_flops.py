@@ -197,6 +197,29 @@ def test_inspect_holds_the_agreed_keys_and_the_parts_sum_to_the_total() -> None:
     json.dumps(report)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "used", "says"),
+    [
+        ("gpt2", None, 1024, "1,024 tokens, the longest"), ("llama-tiny", None, 2048, "2,048 tokens, the longest"),
+        ("llama-3.1-8b", None, 4096, ""), ("mamba2-2.7b", None, 4096, ""), ("gpt2", 512, 512, ""), ("gpt2", 2048, 2048, "longer than"),
+    ],
+)  # fmt: skip
+def test_inspect_takes_no_more_tokens_than_the_model_has_positions_for_and_says_so(
+    name: str, given: int | None, used: int, says: str
+) -> None:
+    spec = load_model(name)
+    report = inspect_model(spec, given)
+    assert report["seq_len"] == used
+    assert report["flops_per_token"]["forward"] == flops_per_token(spec, used).forward
+    assert [note for note in report["notes"] if note not in spec.notes] == ([] if not says else [report["notes"][-1]])
+    assert says in (report["notes"] or [""])[-1]
+
+
+def test_inspect_says_what_the_counts_were_compared_with() -> None:
+    assert inspect_model(load_model("kimi-k2"))["checked_against"] == "published total"
+    assert inspect_model(load_model("deepseek-v3"))["checked_against"] == "transformers"
+
+
 def test_a_length_below_one_and_an_unknown_convention_are_named() -> None:
     spec = load_model("llama-tiny")
     with pytest.raises(InputError, match="seq_len: 0"):

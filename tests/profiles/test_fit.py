@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from profiles.fit import (
 )
 from profiles.hardware import MatmulCurve, load_gpu
 from profiles.operations import wire_bytes
+from tests.scripts import script
 
 SAMPLES = Path(__file__).parent.parent / "data" / "hardware"
 ROOT = Path(__file__).parent.parent.parent
@@ -181,16 +182,7 @@ def test_too_few_samples_are_refused() -> None:
         fit_collective([CollectiveSample("all_reduce", 2, 8, 1e-5)])
 
 
-def script() -> object:
-    spec = importlib.util.spec_from_file_location("fit_hardware", ROOT / "benchmarks" / "fit_hardware.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules["fit_hardware"] = module
-    spec.loader.exec_module(module)
-    return module
+FIT_HARDWARE: Any = script("fit_hardware")
 
 
 # held-out error on the full tables: 3.8 and 4.6 %; on 60 (n, k) pairs a little more
@@ -198,7 +190,7 @@ def script() -> object:
     ("name", "stem", "rate", "limit"), [("h100", "h100_sxm", 0.88 * 3350, 0.045), ("b200", "b200_sxm", 0.85 * 7700, 0.055)]
 )
 def test_held_out_error_on_a_sample_of_the_published_products(name: str, stem: str, rate: float, limit: float) -> None:
-    samples = script().matmul_samples(SAMPLES / f"gemm_{stem}_bf16.csv")  # type: ignore[attr-defined]
+    samples = FIT_HARDWARE.matmul_samples(SAMPLES / f"gemm_{stem}_bf16.csv")
     gpu = load_gpu(name)
     fit = fit_matmul(samples, peak=gpu.peak_flops("bf16"), memory_bytes_per_second=rate * 1e9)
     assert fit.heldout_mean < limit
@@ -209,14 +201,14 @@ def test_held_out_error_on_a_sample_of_the_published_products(name: str, stem: s
 
 
 def test_held_out_error_on_a_sample_of_published_attention() -> None:
-    samples = script().attention_samples(SAMPLES / "attention_prefill_causal_bf16.csv", "H100-SXM")  # type: ignore[attr-defined]
+    samples = FIT_HARDWARE.attention_samples(SAMPLES / "attention_prefill_causal_bf16.csv", "H100-SXM")
     fit = fit_attention(samples, peak=989.5e12, sms=132)
     assert fit.heldout_mean < 0.09
     assert 0.5 < fit.curve.head_dim_speed[64] < 0.95
 
 
 def test_held_out_error_on_the_published_collectives_of_h100() -> None:
-    samples = script().collective_samples(SAMPLES / "collectives_intranode_nccl.csv", "h100_sxm")  # type: ignore[attr-defined]
+    samples = FIT_HARDWARE.collective_samples(SAMPLES / "collectives_intranode_nccl.csv", "h100_sxm")
     fits = fit_collective(samples)
     error = {kind: np.mean([fit.heldout_mean for fit in rows]) for kind, rows in fits.items()}
     assert error["all_reduce"] < 0.06
@@ -228,7 +220,7 @@ def test_held_out_error_on_the_published_collectives_of_h100() -> None:
 
 
 def test_held_out_error_on_a_sample_of_published_experts() -> None:
-    samples = script().expert_samples(SAMPLES / "moe_fused_balanced.csv", "B200-SXM", "bf16")  # type: ignore[attr-defined]
+    samples = FIT_HARDWARE.expert_samples(SAMPLES / "moe_fused_balanced.csv", "B200-SXM", "bf16")
     plain = load_gpu("b200").curves["bf16"]
     free = fit_experts(samples, plain=plain, peak=2.25e15, item_bytes=2, weight_gradient=1.2, at_most=1.6)
     bound = fit_experts(samples, plain=plain, peak=2.25e15, item_bytes=2, weight_gradient=1.2)
@@ -248,7 +240,7 @@ def test_shipped_curves_come_from_the_script() -> None:
 
 def test_the_script_refuses_a_missing_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["fit_hardware.py", "--samples", "nowhere"])
-    assert script().main() == 2  # type: ignore[attr-defined]
+    assert FIT_HARDWARE.main() == 2
     assert "no such folder" in capsys.readouterr().err
 
 
