@@ -392,7 +392,7 @@ class Space:
 
     def _split_number(self, prefix: Prefix, batch: Batch) -> int:
         """Splits of dp with their ZeRO stage that go with a schedule."""
-        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep * prefix.etp)
+        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep, prefix.etp)
         at = (key, batch.schedule)
         if at not in self._counted:
             splits = self._splits(key, prefix)
@@ -403,7 +403,7 @@ class Space:
         """The ZeRO stages of the columns that complete a core."""
         if self.excludes_pairs or self.may_offload:
             return frozenset(s.zero for s in self.columns_of(prefix, batch))
-        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep * prefix.etp)
+        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep, prefix.etp)
         at = (key, batch.schedule)
         if at not in self._stages:
             splits = self._splits(key, prefix)

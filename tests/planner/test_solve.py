@@ -159,7 +159,7 @@ def test_bounds_of_rows_are_sound_and_the_space_is_legal(model: str) -> None:
         assert search.row_bytes[i] <= max(s.needed for s in cost.memory) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("execution", ["axisplan", "megatron"])
+@pytest.mark.parametrize("execution", ["axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate"])
 def test_arrays_of_rows_say_what_the_space_and_the_bounds_say_one_by_one(execution: str) -> None:
     j = job("qwen3-30b-a3b", "a100-sxm:1x8", 8192, 96, execution)
     search = Search(j, Space(j))
@@ -168,7 +168,7 @@ def test_arrays_of_rows_say_what_the_space_and_the_bounds_say_one_by_one(executi
         row = rows[i]
         assert rows.counts[i] == sum(len(search.space.columns_of(row.prefix, b)) for b in row.batches)
         assert {b.micro_batch for b in row.batches} == {row.micro_batch} == {rows.table[i, 5]}
-    assert not rows.fit.all()
+    assert rows.fit.any()
 
 
 def none_is_faster(j: Job, number: int, seed: int, *, prove: bool = False) -> int:
