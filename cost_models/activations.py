@@ -155,7 +155,7 @@ def gradient_buckets(job: Job, degrees: Any, runs: Iterable[Run], *, first: bool
     count: Number = units.trained_ends + sum(units.trained(run.kind).all * run.count for run in runs)
     ways, _ = shards(degrees)
     most = execution.unsharded_gradient_units * execution.gradient_bucket_bytes
-    return where(ways > 1, minimum(units.reduce * count, most), 0)
+    return where(ways > 1, minimum(job.reduced_element * count, most), 0)
 
 
 def _prediction_module(job: Job, degrees: Any, module: UnitMemory, last: Run) -> UnitMemory:

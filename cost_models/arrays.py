@@ -30,6 +30,11 @@ def nowhere(value: Any) -> bool:
     return not value.any() if isinstance(value, np.ndarray) else not value
 
 
+def plain(value: Any) -> Any:
+    """A number as a Python float; an array as it is."""
+    return value if isinstance(value, np.ndarray) and value.ndim else float(value)
+
+
 def always_one(degree: Any) -> bool:
     """Whether a degree is 1 everywhere, so that what only a larger degree causes can be left out."""
     return bool(np.all(degree == 1)) if isinstance(degree, np.ndarray) else degree == 1

@@ -15,7 +15,7 @@ from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, PassSeconds, layer_key, unit_cost, unit_seconds, unit_weights
 from cost_models.pipeline import Timeline, simulate
-from cost_models.stage_states import ranks_chunks
+from cost_models.stage_states import ranks_chunks, stage_holding
 from cost_models.states import Holding
 from cost_models.update import Update, update_seconds
 from profiles.operations import Matmul
@@ -130,6 +130,7 @@ def rank_update(job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], rank: 
         forward=sum(c.forward for c in held),
         backward=sum(c.backward_input + c.backward_weight for c in held),
         matrices=matrices,
+        held=stage_holding(job, layout, rank)[0] if job.lora_rank or job.frozen else None,
     )
 
 

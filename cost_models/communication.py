@@ -9,13 +9,14 @@ beside (``INTERFERENCE``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from cost_models.arrays import always_one, maximum, minimum, nowhere, where
 from cost_models.compute import Compute, is_host
 from cost_models.execution import Execution
 from cost_models.layout import EXPERT_AXES, Layout
@@ -71,34 +72,12 @@ class Network:
         group = self.group(axis)
         if group.ranks <= 1 or not bytes:
             return 0.0
+        price = partial(_seconds, self.cluster)
         if kind == "send_recv":
-            return count * _seconds(self.cluster, kind, float(bytes), 2, self._reach(group))
+            return count * price(kind, float(bytes), 2, reach(self.cluster, group.ranks, group.stride))
         if axis == "ep" and kind == "all_to_all" and self.exchange is not None:
-            return count * self._exchanged(self.exchange, float(bytes), group)
-        return count * _seconds(self.cluster, kind, float(bytes), group.ranks, group.stride)
-
-    def _reach(self, group: Group) -> float:
-        """How far apart to price a message between neighbours of ``group``: some pair of a group that leaves a domain lies across its
-        border, and the ring (or the pipeline) goes at that pair's pace."""
-        apart = group.stride
-        for level in self.cluster.levels[:-1]:
-            if group.ranks * group.stride > level.size:
-                apart = max(apart, float(level.size))
-        return apart
-
-    def _exchanged(self, exchange: Exchange, bytes: float, group: Group) -> float:
-        """Seconds of one all-to-all of tokens: the slower of what stays inside the innermost domain and what leaves it."""
-        inside = min(group.ranks, max(1, int(self.cluster.levels[0].size // max(group.stride, 1.0))))
-        seconds = 0.0
-        if inside > 1:
-            part = (bytes if exchange.forwarded else bytes * inside / group.ranks) / exchange.efficiency
-            seconds = _seconds(self.cluster, "all_to_all", part, inside, group.stride)
-        if inside < group.ranks:
-            whole = _seconds(
-                self.cluster, "all_to_all", bytes * exchange.outside / exchange.outside_efficiency, group.ranks, group.stride
-            )
-            seconds = max(seconds, whole)
-        return seconds + exchange.seconds
+            return count * float(exchanged(price, self.cluster, self.exchange, float(bytes), group.ranks, group.stride))
+        return count * price(kind, float(bytes), group.ranks, group.stride)
 
     def sent(self, kind: str, axis: str, bytes: float, count: float = 1) -> dict[str, float]:
         """Wire bytes of one rank by the name of the level they travel on: inside a domain and, for the share that leaves it,
@@ -107,7 +86,7 @@ class Network:
         if group.ranks <= 1 or not bytes:
             return {}
         if kind == "send_recv":
-            return {self.cluster.level_of(2, max(1, round(self._reach(group)))).name: bytes * count}
+            return {self.cluster.level_of(2, max(1, round(reach(self.cluster, group.ranks, group.stride)))).name: bytes * count}
         out: dict[str, float] = {}
         below = 1
         for level, inside in zip(self.cluster.levels, self.cluster.spread(group.ranks, group.stride), strict=True):
@@ -120,6 +99,29 @@ class Network:
                     out[level.name] = wire_bytes(kind, bytes / below, here / below) * count
                 below = here
         return out
+
+
+def reach(cluster: ClusterSpec, ranks: Number, stride: Number) -> Number:
+    """How far apart to price a message between neighbours of a group: some pair of a group that leaves a domain lies across its
+    border, and the ring (or the pipeline) goes at that pair's pace."""
+    apart = stride
+    for level in cluster.levels[:-1]:
+        apart = where(ranks * stride > level.size, maximum(apart, level.size), apart)
+    return apart
+
+
+Price = Callable[[str, Number, Number, Number], Number]
+"""Seconds of a collective of a kind, from its bytes, ranks and stride."""
+
+
+def exchanged(price: Price, cluster: ClusterSpec, exchange: Exchange, bytes: Number, ranks: Number, stride: Number) -> Number:
+    """Seconds of one all-to-all of tokens: the slower of what stays inside the innermost domain and what leaves it."""
+    inside = minimum(ranks, maximum(1, cluster.levels[0].size // maximum(stride, 1)))
+    part = (bytes if exchange.forwarded else bytes * inside / ranks) / exchange.efficiency
+    whole = bytes * exchange.outside / exchange.outside_efficiency
+    within = 0.0 if always_one(inside) else where(inside > 1, price("all_to_all", part, inside, stride), 0.0)
+    across = 0.0 if nowhere(inside < ranks) else where(inside < ranks, price("all_to_all", whole, ranks, stride), 0.0)
+    return maximum(within, across) + exchange.seconds
 
 
 @lru_cache(maxsize=65536)
@@ -253,6 +255,11 @@ def _behind(op: Collective, which: Pass) -> bool:
     """Whether Megatron hides this TP collective in backward: all but the gather of the output gradient, which its products
     await."""
     return which == "backward_weight" or (which == "backward_input" and op.kind in ("reduce_scatter", "all_reduce"))
+
+
+def seconds_of(network: Priced, collectives: Iterable[Collective]) -> Number:
+    """Seconds of ``collectives``, one after the other."""
+    return sum(network.seconds(op.kind, op.axis, op.bytes, op.count) for op in collectives)
 
 
 def bytes_by_link(network: Network, operations: Iterable[Operation]) -> dict[str, dict[str, float]]:

@@ -6,7 +6,7 @@ them is here: the attention kernel's generation, how far pointwise kernels are f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from cost_models.arrays import always_one, plain
 from cost_models.execution import Execution
 from profiles.gpu import GpuProfile
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
@@ -165,27 +166,31 @@ def with_activation(
     return tuple(out)
 
 
-def floats(compute: Compute) -> Compute:
-    """The same in plain numbers."""
-    return Compute(float(compute.matmul), float(compute.attention), float(compute.pointwise), float(compute.kernels))
-
-
-def in_ring_blocks(operations: Iterable[Operation], ring: int, merge_bytes: float) -> tuple[Operation, ...]:
-    """Attention as a ring runs it: ``ring`` kernels, each against the keys of one rank, and their partial results put together in
-    fp32 (ring attention, arXiv:2310.01889): ``merge_bytes`` an element of the output forward, half of it for each element of the
-    gradients of queries, keys and values backward."""
-    out: list[Operation] = []
+def price_in_ring(gpu: GpuProfile, execution: Execution, operations: Sequence[Operation], ring: Number) -> Compute:
+    """``price`` where fused attention runs as a ring of ranks runs it: ``ring`` kernels, each against the keys of one rank, and their
+    partial results put together in fp32 (ring attention, arXiv:2310.01889)."""
+    cut: list[Attend] = []
+    whole: list[Operation] = []
     for op in operations:
-        if isinstance(op, Attend) and ring > 1 and op.fused:
-            block, merge = ring_block(op, ring, merge_bytes)
-            out += [*[block] * ring, merge]
+        if isinstance(op, Attend) and op.fused and not always_one(ring):
+            cut.append(op)
         else:
-            out.append(op)
-    return tuple(out)
+            whole.append(op)
+    total = price(gpu, execution, whole)
+    for op in cut:
+        block, merge = ring_block(op, ring, execution.ring_merge_bytes)
+        total = total + price(gpu, execution, [block]).times(ring) + price(gpu, execution, [merge])
+    return Compute(plain(total.matmul), plain(total.attention), plain(total.pointwise), plain(total.kernels))
+
+
+def ring_launches(ring: Number) -> Number:
+    """Kernels of one attention in a ring: its blocks, and what puts each but the first to the others."""
+    return 2 * ring - 1
 
 
 def ring_block(op: Attend, ring: Number, merge_bytes: float) -> tuple[Attend, Pointwise]:
-    """One of the ``ring`` kernels of ``in_ring_blocks``, and what puts all of their results together."""
+    """One of the ``ring`` kernels of an attention in a ring, and what puts all of their results together: ``merge_bytes`` an element of
+    the output forward, half of it for each element of the gradients of queries, keys and values backward."""
     elements = op.heads * op.v_dim
     if op.backward:
         elements = (op.heads * op.qk_dim + op.kv_heads * (op.qk_dim + op.v_dim)) / 2

@@ -45,16 +45,6 @@ class Units:
     last: bool
 
     @property
-    def gather(self) -> float:
-        """Bytes an element of a gathered parameter."""
-        return 4.0 if self.job.precision == "fp32" else self.job.execution.gather_bytes
-
-    @property
-    def reduce(self) -> float:
-        """Bytes an element of a reduction's input, and of a reduced gradient."""
-        return 4.0 if self.job.precision == "fp32" else self.job.execution.reduce_bytes
-
-    @property
     def own(self) -> float:
         """Bytes an element of the gradient that autograd makes."""
         return self.job.execution.weight_gradient_bytes * (2 if self.job.precision == "fp32" else 1)
@@ -86,25 +76,25 @@ class Units:
     @property
     def throughout(self) -> Number:
         """Bytes beside every layer's backward: the gathered ends, and the head's gradient."""
-        return self.gather * self.ends + (self.own * self.trained(self._head).all if self.last else 0)
+        return self.job.gathered_element * self.ends + (self.own * self.trained(self._head).all if self.last else 0)
 
     def whole(self, unit: int | str) -> Number:
         """A layer's own gathered parameters."""
-        return self.gather * self.holding(unit).all
+        return self.job.gathered_element * self.holding(unit).all
 
     def ahead(self, unit: int | str) -> Number:
         """What is gathered ahead of time of the layer whose backward comes next: its dense unit."""
-        return self.gather * self.holding(unit).dense
+        return self.job.gathered_element * self.holding(unit).dense
 
     def behind(self, unit: int | str) -> Number:
         """The input of the last reduction of the layer whose backward came before."""
-        return self.reduce * self.trained(unit).dense
+        return self.job.reduced_element * self.trained(unit).dense
 
     def waiting(self, unit: int | str, most: Number) -> Number:
         """A layer's own fullest moment (``LayerCost.waiting``) where padding makes its experts' reduction larger than counted there."""
         held, trained = unit_holding(self.job, self.degrees, unit, bare=True)
         padding, reduced = self.holding(unit).expert - held.expert, self.trained(unit).expert - trained.expert
-        return most + self.reduce * reduced - self.gather * padding
+        return most + self.job.reduced_element * reduced - self.job.gathered_element * padding
 
     def reduced(self, unit: int | str) -> Number:
         """A layer's gradients once reduced: this rank's shards."""
@@ -112,24 +102,27 @@ class Units:
 
     def _shards(self, holding: Holding) -> Number:
         dense, expert = shards(self.degrees)
-        return self.reduce * (holding.dense / dense + holding.expert / expert)
+        return self.job.reduced_element * (holding.dense / dense + holding.expert / expert)
 
     @property
     def reduced_ends(self) -> Number:
         dense, _ = shards(self.degrees)
-        return self.reduce * self.trained_ends / dense
+        return self.job.reduced_element * self.trained_ends / dense
 
     @property
     def reducing_ends(self) -> Number:
         """The ends' reduction: their gradients and its input, the parameters being let go."""
-        return (self.own + self.reduce) * self.trained_ends
+        return (self.own + self.job.reduced_element) * self.trained_ends
 
     def reducing(self, unit: int | str) -> Number:
         """The same of a layer's dense unit, while the ends are still gathered."""
-        return self.throughout + (self.own + self.reduce) * self.trained(unit).dense
+        return self.throughout + (self.own + self.job.reduced_element) * self.trained(unit).dense
 
     def at_loss(self, unit: int | str, transient: Number) -> Number:
         """The fullest moment around the loss beyond what is kept: ``transient`` beside the ends and the last gather's buffer (of
         layer ``unit``); or the ends gathered again, in the buffer and in place, as the backward begins."""
         held = self.holding(unit)
-        return maximum(transient + self.gather * (self.ends + maximum(held.dense, held.expert)), 2 * self.gather * self.ends)
+        return maximum(
+            transient + self.job.gathered_element * (self.ends + maximum(held.dense, held.expert)),
+            2 * self.job.gathered_element * self.ends,
+        )

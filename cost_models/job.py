@@ -92,6 +92,16 @@ class Job:
         return self._hash
 
     @property
+    def gathered_element(self) -> float:
+        """Bytes of a parameter on the wire and in a gathered buffer."""
+        return 4.0 if self.precision == "fp32" else self.execution.gather_bytes
+
+    @property
+    def reduced_element(self) -> float:
+        """Bytes of a gradient on the wire, and of a reduced one."""
+        return 4.0 if self.precision == "fp32" else self.execution.reduce_bytes
+
+    @property
     def tokens(self) -> int:
         """Tokens a step."""
         return self.seq_len * self.global_batch

@@ -346,8 +346,10 @@ class Builder:
     def collective(self, phase: str, kind: str, axis: str, bytes: Number, name: str, count: Number = 1) -> None:
         """A collective in ``phase`` (forward, backward_input, backward_weight), ``count`` times in a row; left out where it moves
         nothing or its axis has one rank everywhere."""
-        if nowhere(bytes) or nowhere(count) or always_one(axis_ranks(self.local.degrees, axis)):
+        ranks = axis_ranks(self.local.degrees, axis)
+        if nowhere(bytes) or nowhere(count) or always_one(ranks):
             return
+        bytes = where(ranks > 1, bytes, 0)
         target = {"forward": self.forward, "backward_input": self._backward_input, "backward_weight": self._backward_weight}[phase]
         target.append(Collective(kind, axis, bytes, name, count))
 

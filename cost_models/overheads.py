@@ -33,8 +33,7 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
     if layout.zero < 2 or by_unit(job, layout) or (layout.zero == 2 and job.execution.gradient_bucket_bytes):
         return 0, 0
     execution = job.execution
-    wide = 4.0 if job.precision == "fp32" else execution.gather_bytes
-    reduced = 4.0 if job.precision == "fp32" else execution.reduce_bytes
+    wide, reduced = job.gathered_element, job.reduced_element
     largest: Number = 0
     every: Number = 0
     ends: Number = 0

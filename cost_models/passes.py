@@ -8,13 +8,14 @@ or ``MTP``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cost_models.communication import Exchange, Network, Pass, add_bytes, bytes_by_link, exposed, hidden, paired
-from cost_models.compute import Compute, floats, host_seconds, in_ring_blocks, is_host, price, with_activation
+from cost_models.arrays import maximum, plain
+from cost_models.communication import Exchange, Network, Pass, Priced, add_bytes, bytes_by_link, exposed, hidden, paired
+from cost_models.compute import Compute, host_seconds, is_host, price, price_in_ring, ring_launches, with_activation
 from cost_models.execution import Execution
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
@@ -23,10 +24,11 @@ from cost_models.layout import Layout, RecomputeRule
 from cost_models.measured import alone, measured_pace, rows_of
 from cost_models.moe_ops import expected_distinct
 from cost_models.recompute import recomputed
-from cost_models.stage_states import adapters
-from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
+from cost_models.sharding import beside, each_microbatch, gathers, gathers_once, reduces_once, reductions
+from cost_models.stage_states import unit_holding
+from cost_models.states import Holding
 from profiles.model import Layer, Moe
-from profiles.operations import Number, Operation, Pointwise
+from profiles.operations import Attend, Collective, Number, Operation, Pointwise
 
 EMBEDDING, HEAD, MTP = -1, -2, -3
 """Units that are not layers of the pattern."""
@@ -35,15 +37,15 @@ NO_RECOMPUTE = RecomputeRule(0, None, "none")
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
-    """One pass: compute by kind, exposed communication by axis, and what the host adds beyond both."""
+    """One pass: compute by kind, exposed communication by axis, and what the host adds beyond both; numbers or arrays."""
 
     compute: Compute = field(default_factory=Compute)
-    exposed: Mapping[str, float] = field(default_factory=dict)
-    host: float = 0.0
+    exposed: Mapping[str, Number] = field(default_factory=dict)
+    host: Number = 0.0
 
     @property
-    def seconds(self) -> float:
-        return float(self.compute.seconds) + sum(self.exposed.values()) + self.host
+    def seconds(self) -> Number:
+        return self.compute.seconds + sum(self.exposed.values()) + self.host
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,6 @@ class UnitSeconds:
     """A unit's passes for one microbatch, seconds; wire bytes by axis and link; FLOPs of its recomputed operations.
 
     ``paired_saving``: (forward, backward) seconds that an overlapped forward-and-backward pair hides (DualPipe).
-    ``gather`` and ``reduce``: its FSDP collectives alone, for what no layer hides (the first gather, the last reduction).
     """
 
     forward: PassSeconds
@@ -61,8 +62,6 @@ class UnitSeconds:
     sent: Mapping[str, Mapping[str, float]]
     recomputed_flops: float = 0.0
     paired_saving: tuple[float, float] = (0.0, 0.0)
-    gather: float = 0.0
-    reduce: float = 0.0
     f: float = 0.0
     b: float = 0.0
     w: float = 0.0
@@ -80,7 +79,7 @@ def layer_key(job: Job, layout: Layout) -> Layout:
             inner = layout.tp * layout.cp
             fields |= {"pp": 1, "dp_replicate": 1, "dp_shard": max(1, -(-layout.ep * layout.etp // inner))}
     elif layout.order.endswith("pp") and job.execution.reshard_with_pipeline and job.execution.reduce_every_microbatch:
-        fields["pp"] = 1
+        fields["pp"] = 1 if layout.pp == 1 or not job.model.tied else 2  # a pipeline gathers a tied head apart from its embedding
     return layout.with_(**fields)
 
 
@@ -108,76 +107,82 @@ def unit_cost(job: Job, key: Layout, unit: int) -> LayerCost:
     return layer_operations(job, key, job.model.kinds[unit])
 
 
-def tensors(job: Job, layout: Layout, unit: int) -> tuple[Weight, ...]:
-    """The weights of a unit, as tensors with their full shapes."""
-    model = job.model
-    if unit == EMBEDDING:
-        return embedding_weights(model)
+def named(job: Job, layout: Layout, unit: int) -> int | str:
+    """The unit's name among the weights of a model (``stage_states.Tensors``)."""
     if unit == HEAD:
-        return head_weights(model, shares_embedding=model.tied and layout.pp == 1)
-    return mtp_weights(model) if unit == MTP else layer_weights(model, model.kinds[unit])
+        return "tied head" if job.model.tied and layout.pp == 1 else "head"
+    return {EMBEDDING: "embedding", MTP: "mtp"}.get(unit, unit)
 
 
 @lru_cache(maxsize=4096)
 def held_weights(job: Job, layout: Layout, unit: int) -> Holding:
     """What one rank holds of a unit's weights before ZeRO shards them."""
-    return hold(tensors(job, layout, unit), layout, job.execution)
+    return unit_holding(job, layout, named(job, layout, unit))[0]
 
 
 @lru_cache(maxsize=4096)
 def unit_weights(job: Job, layout: Layout, unit: int) -> Holding:
-    """The trained ones among them (all but frozen parts; with LoRA the adapters only): what is reduced, updated and gathered."""
-    weights = tensors(job, layout, unit)
-    if job.lora_rank:
-        weights = adapters(job, weights)
-    elif job.frozen:
-        weights = tuple(w for w in weights if w.part not in job.frozen)
-    else:
-        return held_weights(job, layout, unit)
-    return hold(weights, layout, job.execution)
-
-
-def gather_bytes(job: Job, held: Holding) -> tuple[float, float]:
-    """Bytes of the gathered (dense, expert) parameters: linear layers' in one byte where the framework stores them so."""
-    wide = 4.0 if job.precision == "fp32" else job.execution.gather_bytes
-    narrow = 1.0 if job.precision in ("fp8", "mxfp8") and job.execution.fp8_parameters else wide
-    return (
-        wide * (held.dense - held.dense_linear) + narrow * held.dense_linear,
-        wide * (held.expert - held.expert_linear) + narrow * held.expert_linear,
-    )
+    """The trained ones among them (all but frozen parts; with LoRA the adapters only): what is reduced and updated."""
+    return unit_holding(job, layout, named(job, layout, unit))[1]
 
 
 @lru_cache(maxsize=16384)
 def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
     cost = with_activations(job, unit, unit_cost(job, key, unit))
     network = Network(job.cluster, key, exchange_of(job, key, unit))
-    execution = job.execution
-    again = operations_again(execution, cost, rule)
-    host = host_part(job, unit, key.tp)
-    launch, blocking, sync = float(host.launch), host.blocking, host.sync
-    weights = cost.backward_weight
-    share = launches(weights) / max(1.0, launches(weights) + launches(cost.backward_input))
-    whole = rule.mode == "full"
-    ahead, back = _pace(job, key, unit, cost.forward, cost.backward_input, weights)
-    forward = _pass(job, network, cost.forward, "forward", launch, blocking + sync, ahead)
-    backward_input = _pass(job, network, cost.backward_input, "backward_input", launch * (1 - share), blocking, back)
-    backward_weight = _pass(job, network, weights, "backward_weight", launch * share, pace=back)
-    recompute = _pass(job, network, again, "forward", launch if whole else 0.0, blocking + sync if whole else 0.0, ahead)
+    passes = unit_passes(job, network, unit, cost, (rule,))
+    forward, recompute, backward_input, backward_weight = (
+        passes.forward, passes.recompute[0], passes.backward_input, passes.backward_weight,
+    )  # fmt: skip
     if job.execution.ep_overlap and not paired(key):
         forward, recompute, backward_input, backward_weight = _beside_each_other(
             forward, recompute, backward_input, backward_weight
         )
-    gather, scatter = sharded_collectives(job, network, unit)
+    sent = bytes_by_link(network, cost.operations() + passes.again[0])
     if key.zero in (2, 3):
-        forward, backward_input = _with_sharding(
-            job, network, unit, forward, recompute, backward_input, backward_weight, gather, scatter
-        )
-    sent = bytes_by_link(network, cost.operations() + again)
-    _add_sharded_bytes(job, network, unit, sent)
-    flops = float(sum(op.flops for op in again))
-    f, b, w = forward.seconds, recompute.seconds + backward_input.seconds, backward_weight.seconds
+        held, trained = held_weights(job, key, unit), unit_weights(job, key, unit)
+        work = recompute.seconds + backward_input.seconds + backward_weight.seconds
+        before, after = beside(job, each_microbatch(job, network, held, trained), forward.seconds, work)
+        forward, backward_input = _add(forward, "dp", before), _add(backward_input, "dp", after)
+        _add_sharded_bytes(job, network, held, trained, sent)
+    flops = float(sum(op.flops for op in passes.again[0]))
+    f, b = float(forward.seconds), float(recompute.seconds + backward_input.seconds)
     saving = _paired_saving(job, network, forward, recompute, backward_input, backward_weight)
-    return UnitSeconds(forward, recompute, backward_input, backward_weight, sent, flops, saving, gather, scatter, f, b, w)
+    return UnitSeconds(
+        forward, recompute, backward_input, backward_weight, sent, flops, saving, f, b, float(backward_weight.seconds)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """One microbatch through a unit: its three passes, and for each recompute rule the operations that run ``again`` and their pass."""
+
+    forward: PassSeconds
+    backward_input: PassSeconds
+    backward_weight: PassSeconds
+    again: tuple[tuple[Operation, ...], ...]
+    recompute: tuple[PassSeconds, ...]
+
+
+def unit_passes(job: Job, network: Priced, unit: int, cost: LayerCost, rules: Sequence[RecomputeRule]) -> Passes:
+    """The passes of ``cost``, the operations of ``unit``, under the layout of ``network`` (numbers or arrays); what ZeRO adds apart."""
+    host = host_part(job, unit, network.layout.tp)
+    waits = host.blocking + host.sync
+    weights = cost.backward_weight
+    share = launches(weights) / maximum(1.0, launches(weights) + launches(cost.backward_input))
+    ahead, back = _pace(job, network.layout, unit, cost)
+    again = tuple(operations_again(job.execution, cost, rule) for rule in rules)
+    recompute = []
+    for rule, operations in zip(rules, again, strict=True):
+        launch, extra = (host.launch, waits) if rule.mode == "full" else (0.0, 0.0)
+        recompute.append(_pass(job, network, operations, "forward", launch, extra, ahead))
+    return Passes(
+        _pass(job, network, cost.forward, "forward", host.launch, waits, ahead),
+        _pass(job, network, cost.backward_input, "backward_input", host.launch * (1 - share), host.blocking, back),
+        _pass(job, network, weights, "backward_weight", host.launch * share, 0.0, back),
+        again,
+        tuple(recompute),
+    )
 
 
 class HostPart(NamedTuple):
@@ -205,14 +210,13 @@ def operations_again(execution: Execution, cost: LayerCost, rule: RecomputeRule)
     return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers) if cost.backward_input else ()
 
 
-def _pace(
-    job: Job, key: Layout, unit: int, forward: tuple[Operation, ...], backward_input: tuple[Operation, ...], weights: tuple[Operation, ...]
-) -> tuple[float, float]:  # fmt: skip
-    """Measured over analytic compute seconds of (forward, backward) where the unit's kind was measured, else 0 (``measured``)."""
+def _pace(job: Job, degrees: Any, unit: int, cost: LayerCost) -> tuple[Number | None, Number | None]:
+    """Measured over analytic compute seconds of (forward, backward) where the unit's kind was measured (``measured``), else None."""
     if not rows_of(job, unit):
-        return 0.0, 0.0
-    ahead, back = measured_pace(job, key, unit, *both_ways(job, forward, backward_input, weights), mean_pace(job, unit))
-    return float(ahead), float(back)
+        return None, None
+    analytic = both_ways(job, cost.forward, cost.backward_input, cost.backward_weight)
+    ahead, back = measured_pace(job, degrees, unit, *analytic, mean_pace(job, unit))
+    return plain(ahead), plain(back)
 
 
 def both_ways(job: Job, *passes: tuple[Operation, ...]) -> tuple[Number, Number]:
@@ -283,113 +287,54 @@ def nodes_reached(moe: Moe, nodes: int) -> float:
 
 def _pass(
     job: Job,
-    network: Network,
+    network: Priced,
     operations: tuple[Operation, ...],
     which: Pass,
-    launch: float = 0.0,
-    extra: float = 0.0,
-    pace: float = 0.0,
+    launch: Number,
+    extra: float,
+    pace: Number | None,
 ) -> PassSeconds:
     """One pass of one unit. ``launch``: host seconds to launch it, which may be longer than the work; ``extra``: host seconds on
     top; ``pace``: where it was measured, its seconds over those of its compute, the host's part included."""
-    execution, layout = job.execution, network.layout
+    execution, gpu, degrees = job.execution, job.cluster.gpu, network.layout
     if not operations:
         return PassSeconds()
-    if layout.ring > 1 and layout.cp_kind != "allgather":
-        operations = in_ring_blocks(operations, layout.ring, execution.ring_merge_bytes)
-    compute = floats(price(job.cluster.gpu, execution, operations))
-    if pace:
+    ring = 1 if degrees.cp_kind == "allgather" else degrees.ring
+    compute = price_in_ring(gpu, execution, operations, ring)
+    if pace is not None:
         compute = compute.times(pace)
-        return PassSeconds(compute, exposed(network, execution, operations, which, compute), 0.0)
+        return PassSeconds(compute, exposed(network, execution, operations, which, compute))
     exposures = exposed(network, execution, operations, which, compute)
-    host = extra + max(0.0, launch - compute.seconds - sum(exposures.values()))
-    if is_host(job.cluster.gpu):
-        host += execution.host_kernel_seconds * launches(operations)
+    host = extra + maximum(0.0, launch - compute.seconds - sum(exposures.values()))
+    if is_host(gpu):
+        host = host + execution.host_kernel_seconds * launches(operations, ring)
     return PassSeconds(compute, exposures, host)
 
 
-def launches(operations: Iterable[Operation]) -> float:
-    """Kernels and collectives that the host launches for ``operations``."""
-    return float(sum(op.kernels if isinstance(op, Pointwise) else 1 for op in operations))
+def launches(operations: Iterable[Operation], ring: Number = 1) -> Number:
+    """Kernels and collectives that the host launches for ``operations``, fused attention in a ``ring`` of ranks."""
+    total: Number = 0.0
+    for op in operations:
+        if isinstance(op, Collective):
+            total = total + (op.bytes > 0)
+        elif isinstance(op, Pointwise):
+            total = total + op.kernels
+        else:
+            total = total + (ring_launches(ring) if isinstance(op, Attend) and op.fused else 1)
+    return total
 
 
-def sharded_collectives(job: Job, network: Network, unit: int) -> tuple[float, float]:
-    """(gather, reduce) seconds of a unit's parameters and gradients over the ranks that shard them (ZeRO-2 and 3)."""
-    layout = network.layout
-    if layout.zero not in (2, 3):
-        return 0.0, 0.0
-    weights = unit_weights(job, layout, unit)
-    execution = job.execution
-    gather = gather_bytes(job, held_weights(job, layout, unit))
-    grad = execution.reduce_bytes
-    g = network.seconds("all_gather", "zero", gather[0]) + network.seconds("all_gather", "edp_shard", gather[1])
-    r = network.seconds("reduce_scatter", "zero", grad * weights.dense) + network.seconds(
-        "reduce_scatter", "edp_shard", grad * weights.expert
-    )
-    shards, expert_shards = layout.dp_shard * layout.cp, layout.edp_shard
-    r += network.seconds("all_reduce", "dp_replicate", grad * weights.dense / shards)
-    r += network.seconds("all_reduce", "edp_replicate", grad * weights.expert / expert_shards)
-    return (g if layout.zero == 3 else 0.0), r
-
-
-def _add_sharded_bytes(job: Job, network: Network, unit: int, sent: dict[str, dict[str, float]]) -> None:
+def _add_sharded_bytes(
+    job: Job, network: Network, held: Holding, trained: Holding, sent: dict[str, dict[str, float]]
+) -> None:  # fmt: skip
     """Wire bytes of one microbatch's gathers and reduction (ZeRO-2 and 3)."""
-    layout, execution = network.layout, job.execution
-    if layout.zero not in (2, 3):
-        return
-    weights = unit_weights(job, layout, unit)
-    gathered = gather_bytes(job, held_weights(job, layout, unit))
-    gathers = 0.0 if layout.zero == 2 or gathers_once(job, layout) else execution.gathers_per_microbatch
-    shards, expert_shards = layout.dp_shard * layout.cp, layout.edp_shard
-    for axis, count, wire, group, replicas, parts in (
-        ("dp", weights.dense, gathered[0], "zero", "dp_replicate", shards),
-        ("edp", weights.expert, gathered[1], "edp_shard", "edp_replicate", expert_shards),
-    ):
-        add_bytes(sent, axis, network.sent("all_gather", group, wire), gathers)
-        if not reduces_once(job, layout):
-            size = execution.reduce_bytes * count
-            add_bytes(sent, axis, network.sent("reduce_scatter", group, size))
-            add_bytes(sent, axis, network.sent("all_reduce", replicas, size / parts))
-
-
-def _with_sharding(
-    job: Job, network: Network, unit: int,
-    forward: PassSeconds, recompute: PassSeconds, backward_input: PassSeconds, backward_weight: PassSeconds, gather: float,
-    scatter: float,
-) -> tuple[PassSeconds, PassSeconds]:  # fmt: skip
-    """Forward and backward with the unit's gathers and reduction: beside its work where the framework prefetches. Copying into and
-    out of their buffers takes memory bandwidth from the work, so it is never hidden."""
-    layout, execution = network.layout, job.execution
-    copy_out, copy_in = _buffer_copies(job, layout, unit)
-    if gathers_once(job, layout):
-        gather = copy_out = 0.0
-    if reduces_once(job, layout):
-        scatter = copy_in = 0.0
-    again = execution.gathers_per_microbatch - 1
-    before, after = gather, gather * again + scatter
-    work = recompute.seconds + backward_input.seconds + backward_weight.seconds
-    if execution.fsdp_prefetch and not is_host(job.cluster.gpu):
-        before, after = hidden(before, forward.seconds), hidden(after, work)
-    return _add(forward, "dp", before + copy_out), _add(backward_input, "dp", after + copy_out * again + copy_in)
-
-
-def _buffer_copies(job: Job, layout: Layout, unit: int) -> tuple[float, float]:
-    """Seconds of copying a unit's parameters out of their gathered buffer (ZeRO-3), and its gradients into the one reduced."""
-    execution, rate = job.execution, job.cluster.gpu.memory_bytes_per_second
-    gathered = float(sum(gather_bytes(job, held_weights(job, layout, unit)))) if layout.zero == 3 else 0.0
-    reduced = float(unit_weights(job, layout, unit).all)
-    return execution.gather_copies * gathered / rate, execution.reduce_copy_bytes * reduced / rate
-
-
-def reduces_once(job: Job, layout: Layout) -> bool:
-    """Whether gradients are reduced with the last microbatch only; ZeRO-2 and 3 otherwise reduce with every one."""
-    pipelined = layout.pp > 1 and not job.execution.reduce_every_microbatch
-    return layout.zero < 2 or job.execution.accumulates_unsharded or pipelined
-
-
-def gathers_once(job: Job, layout: Layout) -> bool:
-    """Whether ZeRO-3 keeps parameters gathered from the first to the last microbatch (pipeline without resharding)."""
-    return layout.pp > 1 and not job.execution.reshard_with_pipeline
+    layout = network.layout
+    if layout.zero == 3 and not gathers_once(job, layout):
+        for axis, links in bytes_by_link(network, gathers(job, held)).items():
+            add_bytes(sent, axis, links, job.execution.gathers_per_microbatch)
+    if not reduces_once(job, layout):
+        for axis, links in bytes_by_link(network, [op for pair in reductions(job, layout, trained) for op in pair]).items():
+            add_bytes(sent, axis, links)
 
 
 def _add(one: PassSeconds, axis: str, seconds: float) -> PassSeconds:

@@ -6,14 +6,17 @@ of that time is usable, the last bucket never hides, and what hides still slows 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from cost_models.communication import Network, add_bytes, hidden
+from cost_models.communication import Network, add_bytes, bytes_by_link, hidden, seconds_of
 from cost_models.job import Job
 from cost_models.layout import Layout
-from cost_models.passes import gather_bytes, gathers_once, reduces_once
+from cost_models.sharding import copies, gathers, gathers_once, reduces_once, reductions
+from cost_models.state_bytes import shards
 from cost_models.states import Holding
-from profiles.operations import Matmul
+from profiles.operations import Collective, Matmul, Number
 
 USABLE = 0.8
 """Share of a pass beside which reduction and gathering can run (modelling-notes.md section 2, 11)."""
@@ -56,60 +59,41 @@ def update_seconds(
     backward: float,
     shared: float = 0.0,
     matrices: tuple[Matmul, ...] = (),
+    held: Holding | None = None,
 ) -> Update:
-    """The update of a rank that holds ``weights`` and whose one microbatch takes ``forward`` and ``backward`` seconds in all its
+    """The update of a rank that trains ``weights`` and whose one microbatch takes ``forward`` and ``backward`` seconds in all its
     chunks; ``shared``: weights of a tied embedding that first and last stage both hold; ``matrices``: its weight-gradient
-    products, for an optimizer that works on whole matrices."""
+    products, for an optimizer that works on whole matrices; ``held``: all its weights, where some are frozen."""
     network, execution = Network(job.cluster, layout), job.execution
     sent: dict[str, dict[str, float]] = {}
     reduce: dict[str, float] = {}
     gather: dict[str, float] = {}
-    gathered = gather_bytes(job, weights)
-    parts = (
-        ("dp", weights.dense, gathered[0], "zero", "dp_replicate", layout.dp_shard * layout.cp),
-        ("edp", weights.expert, gathered[1], "edp_shard", "edp_replicate", layout.edp_shard),
-    )
-    for axis, count, wire, shard_axis, replica_axis, shards in parts:
-        if not count:
-            continue
-        size = execution.reduce_bytes * count if job.precision != "fp32" else 4.0 * count
-        if reduces_once(job, layout):
-            time = _reduction(network, size, shard_axis, replica_axis, shards, layout.zero, sent, axis)
-            reduce[axis] = _exposed(time, size, execution.dp_bucket_bytes, USABLE * backward, execution.dp_overlap)
-        if layout.zero in (1, 2) or (layout.zero == 3 and gathers_once(job, layout)):
-            time = network.seconds("all_gather", shard_axis, wire)
-            add_bytes(sent, axis, network.sent("all_gather", shard_axis, wire))
-            gather[axis] = _exposed(
-                time, wire, execution.dp_bucket_bytes, USABLE * forward, execution.dp_overlap and execution.gather_overlap
-            )
+    whole = held if held is not None and layout.zero == 3 else weights
+    for axis, reduction, gathering in zip(("dp", "edp"), reductions(job, layout, weights), gathers(job, whole), strict=True):
+        if reduces_once(job, layout) and reduction[0].bytes:
+            time = float(seconds_of(network, reduction))
+            reduce[axis] = _exposed(time, reduction[0].bytes, execution.dp_bucket_bytes, USABLE * backward, execution.dp_overlap)
+            _add_sent(sent, network, reduction)
+        if gathers_once(job, layout) and gathering.bytes:
+            time = float(seconds_of(network, (gathering,)))
+            beside = execution.dp_overlap and execution.gather_overlap
+            gather[axis] = _exposed(time, gathering.bytes, execution.dp_bucket_bytes, USABLE * forward, beside)
+            _add_sent(sent, network, (gathering,))
+    moved = copies(job, layout, whole, weights)
+    for times, once, seconds in ((reduce, reduces_once, moved.into), (gather, gathers_once, moved.out)):
+        if seconds and once(job, layout):
+            times["dp"] = times.get("dp", 0.0) + float(seconds)
     if shared:
-        size = (4.0 if job.precision == "fp32" else execution.reduce_bytes) * shared
+        size = job.reduced_element * shared
         apart = max(1, layout.pp - 1) * network.group("pp").stride
         reduce["pp"] = float(job.cluster.collective_seconds("all_reduce", size, 2, apart))
         add_bytes(sent, "pp", {job.cluster.level_of(2, round(apart)).name: size})
-    return Update(reduce, gather, optimizer_seconds(job, layout, weights, matrices), sent)
+    return Update(reduce, gather, float(optimizer_seconds(job, layout, weights, matrices)), sent)
 
 
-def _reduction(
-    network: Network,
-    size: float,
-    shard_axis: str,
-    replica_axis: str,
-    shards: int,
-    zero: int,
-    sent: dict[str, dict[str, float]],
-    axis: str,
-) -> float:
-    """Seconds of reducing ``size`` bytes of gradients once over all replicas; what is sent is added to ``sent``."""
-    if zero == 0:
-        time = network.seconds("all_reduce", shard_axis, size) + network.seconds("all_reduce", replica_axis, size)
-        add_bytes(sent, axis, network.sent("all_reduce", shard_axis, size))
-        add_bytes(sent, axis, network.sent("all_reduce", replica_axis, size))
-        return time
-    time = network.seconds("reduce_scatter", shard_axis, size) + network.seconds("all_reduce", replica_axis, size / shards)
-    add_bytes(sent, axis, network.sent("reduce_scatter", shard_axis, size))
-    add_bytes(sent, axis, network.sent("all_reduce", replica_axis, size / shards))
-    return time
+def _add_sent(sent: dict[str, dict[str, float]], network: Network, collectives: Iterable[Collective]) -> None:
+    for axis, links in bytes_by_link(network, collectives).items():
+        add_bytes(sent, axis, links)
 
 
 def _exposed(time: float, size: float, bucket: float, window: float, overlap: bool) -> float:
@@ -121,22 +105,20 @@ def _exposed(time: float, size: float, bucket: float, window: float, overlap: bo
     return last + float(hidden(rest, window))
 
 
-def optimizer_seconds(job: Job, layout: Layout, weights: Holding, matrices: tuple[Matmul, ...] = ()) -> float:
-    """Seconds of the optimizer step on the rank's shard, gradient norm included; on the host where its state is offloaded."""
-    sharded = layout.zero >= 1
-    dense = weights.dense / (layout.dp_shard * layout.cp if sharded else 1)
-    expert = weights.expert / (layout.edp_shard if sharded else 1)
-    count = dense + expert
+def optimizer_seconds(job: Job, degrees: Any, weights: Holding, matrices: tuple[Matmul, ...] = ()) -> Number:
+    """Seconds of the optimizer step on the rank's shard, gradient norm included; on the host where its state is offloaded. Numbers or
+    arrays."""
+    dense, expert = shards(degrees) if degrees.zero >= 1 else (1, 1)
+    count = weights.dense / dense + weights.expert / expert
     execution = job.execution
     traffic = execution.optimizer_traffic * OPTIMIZER_SHARE[job.optimizer] * count
-    if "optimizer" in layout.offload:
+    if "optimizer" in degrees.offload:
         across = (execution.gradient_bytes + execution.gather_bytes) * count / HOST_LINK_BYTES_PER_SECOND
-        return float(across + traffic / HOST_OPTIMIZER_BYTES_PER_SECOND)
+        return across + traffic / HOST_OPTIMIZER_BYTES_PER_SECOND
     seconds = traffic / job.cluster.gpu.memory_bytes_per_second
     if job.optimizer == "muon":
-        ranks = layout.dp_shard * layout.cp if sharded else 1
-        seconds += sum(_newton_schulz(job, op) for op in matrices) / ranks
-    return float(seconds)
+        seconds += sum(_newton_schulz(job, op) for op in matrices) / dense
+    return seconds
 
 
 def _newton_schulz(job: Job, op: Matmul) -> float:

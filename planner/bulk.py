@@ -16,27 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.communication import Pass, exposed
-from cost_models.compute import Compute, is_host, price, ring_block
+from cost_models.communication import Exchange, exchanged, reach
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
 from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import RecomputeRule
-from cost_models.measured import measured_pace, rows_of
-from cost_models.passes import (
-    EMBEDDING,
-    HEAD,
-    MTP,
-    NO_RECOMPUTE,
-    both_ways,
-    host_part,
-    mean_pace,
-    operations_again,
-    with_activations,
-)  # fmt: skip
+from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, unit_passes, with_activations
 from planner.rules.core import limits_of
 from profiles.hardware import ClusterSpec
-from profiles.operations import Attend, Collective, Operation, Pointwise
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -88,15 +75,15 @@ def lower_seconds(job: Job, keys: Ints, modes: Sequence[RecomputeRule] = (NO_REC
             degrees = degrees_of(job, keys[at], name, dispatcher)
             for k in range(len(model.kinds)):
                 cost = with_activations(job, k, layer_operations(job, degrees, model.kinds[k]))
-                for into, least in zip((f, b, w), _passes(job, degrees, cost, k, modes), strict=True):
+                for into, least in zip((f, b, w), _seconds(job, degrees, cost, k, modes), strict=True):
                     into[at, k] = np.minimum(into[at, k], least) if place else least
         for out, unit, cost in (
             (embedding, EMBEDDING, embedding_operations(job, degrees)), (head, HEAD, head_operations(job, degrees)),
         ):  # fmt: skip
-            one = _passes(job, degrees, cost, unit, (NO_RECOMPUTE,))
+            one = _seconds(job, degrees, cost, unit, (NO_RECOMPUTE,))
             out[at] = np.stack([one[0], one[1][:, 0], one[2]], axis=1)
         if model.mtp:
-            one = _passes(job, degrees, with_activations(job, MTP, mtp_operations(job, degrees)), MTP, modes)
+            one = _seconds(job, degrees, with_activations(job, MTP, mtp_operations(job, degrees)), MTP, modes)
             head[at] += model.mtp * np.stack([one[0], one[1].min(axis=1), one[2]], axis=1)
     return Bulk(f, b, w, embedding, head)
 
@@ -125,64 +112,11 @@ def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") ->
     )
 
 
-def _passes(job: Job, degrees: Any, cost: LayerCost, unit: int, modes: Sequence[RecomputeRule]) -> tuple[Floats, Floats, Floats]:
-    """(f, b by mode, w) seconds of a unit, as ``passes._unit`` has them."""
-    weights = cost.backward_weight
-    first, second = _launched(degrees, cost.backward_input), _launched(degrees, weights)
-    share = second / np.maximum(1.0, first + second)
-    launch, blocking, sync = host_part(job, unit, degrees.tp)
-    number = len(degrees.tp)
-    ahead: Any = None
-    behind: Any = None
-    if rows_of(job, unit):
-        analytic = both_ways(job, cost.forward, cost.backward_input, weights)
-        ahead, behind = measured_pace(job, degrees, unit, *analytic, mean_pace(job, unit))
-    forward = np.zeros(number) + _pass(job, degrees, cost.forward, "forward", launch, blocking + sync, ahead)
-    back = _pass(job, degrees, cost.backward_input, "backward_input", launch * (1 - share), blocking, behind)
-    b = np.zeros((number, len(modes)))
-    for m, rule in enumerate(modes):
-        again, whole = operations_again(job.execution, cost, rule), rule.mode == "full"
-        b[:, m] = back + _pass(job, degrees, again, "forward", launch if whole else 0.0, blocking + sync if whole else 0.0, ahead)
-    return forward, b, np.zeros(number) + _pass(job, degrees, weights, "backward_weight", launch * share, 0.0, behind)
-
-
-def _pass(
-    job: Job, degrees: Any, operations: tuple[Operation, ...], which: Pass, least: Any, extra: float = 0.0, pace: Any = None
-) -> Any:
-    """Seconds of one pass by key; launching it takes ``least`` seconds at least; ``extra`` on top; ``pace``: where it was measured, its
-    seconds over those of its compute, the host's part included."""
-    if not operations:
-        return 0.0
-    gpu, execution = job.cluster.gpu, job.execution
-    rings = np.any(degrees.ring > 1) and degrees.cp_kind != "allgather"
-    cut = tuple(op for op in operations if rings and isinstance(op, Attend) and op.fused)
-    compute = price(gpu, execution, [op for op in operations if op not in cut] if cut else operations)
-    for op in cut:
-        block, merge = ring_block(op, degrees.ring, execution.ring_merge_bytes)
-        compute = compute + price(gpu, execution, [block]).times(degrees.ring) + price(gpu, execution, [merge])
-    if pace is not None:
-        compute = compute.times(pace)
-        return compute.seconds + _exposed(Closest(job, degrees), operations, which, compute)
-    busy = np.maximum(compute.seconds + _exposed(Closest(job, degrees), operations, which, compute), least) + extra
-    if is_host(gpu):
-        busy = busy + execution.host_kernel_seconds * _launched(degrees, operations, len(cut))
-    return busy
-
-
-def _launched(degrees: Any, operations: tuple[Operation, ...], cut: int = 0) -> Any:
-    """Kernels and collectives that the host launches, at least: a collective over one rank is none."""
-    total: Any = cut * 2.0 * (degrees.ring - 1)
-    for op in operations:
-        if isinstance(op, Collective):
-            group = _group(degrees, op.axis)
-            total = total + (0 if group is None else (np.asarray(group[0]) > 1) & (np.asarray(op.bytes) > 0))
-        else:
-            total = total + (op.kernels if isinstance(op, Pointwise) else 1)
-    return total
-
-
-def _exposed(closest: Closest, operations: tuple[Operation, ...], which: Pass, compute: Compute) -> Any:
-    return sum(exposed(closest, closest.job.execution, operations, which, compute).values())
+def _seconds(job: Job, degrees: Any, cost: LayerCost, unit: int, modes: Sequence[RecomputeRule]) -> tuple[Floats, Floats, Floats]:
+    """(f, b by mode, w) of a unit by key."""
+    one, nothing = unit_passes(job, Closest(job, degrees), unit, cost, modes), np.zeros(len(degrees.tp))
+    b = np.stack([nothing + one.backward_input.seconds + again.seconds for again in one.recompute], axis=1)
+    return nothing + one.forward.seconds, b, nothing + one.backward_weight.seconds
 
 
 @dataclass(frozen=True)
@@ -198,34 +132,33 @@ class Closest:
 
     def seconds(self, kind: str, axis: str, bytes: Any, count: Any = 1) -> Any:
         """Least seconds; 0 where nothing moves, and for exchanges that are priced by nodes."""
-        group = _group(self.layout, axis)
-        if group is None:
-            return 0.0
         execution, cluster = self.job.execution, self.job.cluster
+        ranks, stride = (np.asarray(x) for x in self.groups[axis])
         if axis in ("ep", "etp_ep") and (execution.ep_overlap or self.layout.dispatcher in ("deepep", "hybridep")):
             return 0.0
-        ranks, stride = (np.asarray(x) for x in group)
         size = np.asarray(bytes)
         if kind == "send_recv":
-            apart: Any = stride
-            for level in cluster.levels[:-1]:
-                apart = np.where(ranks * stride > level.size, np.maximum(apart, level.size), apart)
-            seconds = cluster.collective_seconds(kind, size, np.full_like(ranks, 2), apart)
+            seconds = cluster.collective_seconds(kind, size, np.full_like(ranks, 2), reach(cluster, ranks, stride))
         elif axis == "ep" and kind == "all_to_all":
-            domain = cluster.levels[0].size
-            inside = np.minimum(ranks, np.maximum(1, domain // np.maximum(stride, 1)))
-            within = cluster.collective_seconds(kind, size * inside / ranks / execution.exchange_efficiency, inside, stride)
-            across = cluster.collective_seconds(kind, size, ranks, stride)
-            slower = np.maximum(np.where(inside > 1, within, 0.0), np.where(inside < ranks, across, 0.0))
-            seconds = slower + execution.exchange_seconds
+            exchange = Exchange(execution.exchange_efficiency, execution.exchange_seconds)
+            seconds = exchanged(cluster.collective_seconds, cluster, exchange, size, ranks, stride)
         else:
             seconds = cluster.collective_seconds(kind, size, ranks, stride)
         return np.where((ranks > 1) & (size > 0), seconds, 0.0) * count
 
-
-def _group(degrees: Any, axis: str) -> tuple[Any, Any] | None:
-    """(ranks, stride) of an axis in the closest placement; None for an axis that is not bounded here."""
-    return {
-        "tp": (degrees.tp, 1), "ulysses": (degrees.ulysses, degrees.tp), "ring": (degrees.ring, degrees.tp * degrees.ulysses),
-        "cp": (degrees.cp, degrees.tp), "etp": (degrees.etp, 1), "ep": (degrees.ep, degrees.etp), "etp_ep": (degrees.etp * degrees.ep, 1),
-    }.get(axis)  # fmt: skip
+    @cached_property
+    def groups(self) -> dict[str, tuple[Any, Any]]:
+        """(ranks, stride) of each axis that a layer's operations name, and of those over which its weights are sharded."""
+        d = self.layout
+        place = d.etp * d.ep
+        out = {
+            "tp": (d.tp, 1), "ulysses": (d.ulysses, d.tp), "ring": (d.ring, d.tp * d.ulysses), "cp": (d.cp, d.tp),
+            "etp": (d.etp, 1), "ep": (d.ep, d.etp), "etp_ep": (place, 1),
+        }  # fmt: skip
+        if hasattr(d, "dp_shard"):
+            zero = d.dp_shard * d.cp
+            out |= {
+                "zero": (zero, d.tp), "dp_replicate": (d.dp_replicate, d.tp * zero),
+                "edp_shard": (d.edp_shard, place), "edp_replicate": (d.edp_replicate, place * d.edp_shard),
+            }  # fmt: skip
+        return out

@@ -6,7 +6,7 @@ the split of data parallelism or on the rank order (gathered buffers, communicat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from cost_models.layout import RecomputeRule
 from cost_models.measured import measured_saved
 from cost_models.overheads import communicators
 from cost_models.recompute import kept_bytes
+from cost_models.stage_states import unit_holding
 from cost_models.state_bytes import states
-from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights
 from planner.bulk import KINDS, Ints, degrees_of, dispatchers_of
 from planner.rules.core import Limits
 
@@ -93,14 +93,18 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
     return out
 
 
-def degrees_of_prefixes(job: Job, prefixes: Ints, shard: Ints) -> Any:
-    """Prefixes (tp, ring, ulysses, ep, etp, cp kind, pp, dp) as degrees, data parallelism sharded ``shard`` ways."""
+def degrees_of_prefixes(job: Job, prefixes: Ints, shard: Ints, zero: int, *, offload: bool = False) -> Any:
+    """Prefixes (tp, ring, ulysses, ep, etp, cp kind, pp, dp) as degrees, data parallelism sharded ``shard`` ways under a ZeRO stage;
+    ``offload``: optimizer states in host memory."""
     keys = np.concatenate([prefixes[:, :5], np.ones((len(prefixes), 1), np.int64), prefixes[:, 5:6]], axis=1)
     degrees = degrees_of(job, keys, "ring")
     degrees.pp, degrees.dp, degrees.dp_shard = prefixes[:, 6], prefixes[:, 7], shard
+    degrees.dp_replicate = degrees.dp // shard
     place = degrees.etp * degrees.ep
     degrees.edp = np.maximum(1, degrees.tp * degrees.cp * degrees.dp // place)
     degrees.edp_shard = np.maximum(1, degrees.tp * degrees.cp * shard // place)
+    degrees.edp_replicate = np.maximum(1, degrees.edp // degrees.edp_shard)
+    degrees.zero, degrees.offload = zero, ("optimizer",) if offload else ()
     return degrees
 
 
@@ -109,21 +113,20 @@ def states_of(
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes of states by prefix under a ZeRO stage over ``shard`` ways: (of a layer by kind, of the embedding, of the head). ``once``: a
     step's only microbatch, during whose backward reduced gradients do not exist yet."""
-    model, execution, number = job.model, job.execution, len(prefixes)
-    degrees = degrees_of_prefixes(job, prefixes, shard)
-    degrees.zero, degrees.offload = zero, ("optimizer",) if offload else ()
-    trained = Holding() if job.frozen or job.lora_rank or job.optimizer == "muon" else None
+    model, number = job.model, len(prefixes)
+    degrees = degrees_of_prefixes(job, prefixes, shard, zero, offload=offload)
 
-    def total(weights: tuple[Weight, ...]) -> Floats:
-        held = states(job, degrees, hold(weights, degrees, execution), trained)
+    def total(unit: int | str) -> Floats:
+        holding, trained = unit_holding(job, degrees, unit)
+        held = states(job, degrees, holding, replace(trained, largest=0))  # a stage holds the largest matrix once, not one a layer
         bytes_: Floats = np.zeros(number) + (held.total - held.gradients if once and zero == 3 else held.total)
         return bytes_
 
-    layers = np.stack([total(layer_weights(model, layer)) for layer in model.kinds], axis=1)
-    head = total(head_weights(model, shares_embedding=False))
+    layers = np.stack([total(k) for k in range(len(model.kinds))], axis=1)
+    head = total("head")
     if model.tied:
-        head = np.where(prefixes[:, 6] == 1, total(head_weights(model, shares_embedding=True)), head)
-    return layers, total(embedding_weights(model)), head
+        head = np.where(prefixes[:, 6] == 1, total("tied head"), head)
+    return layers, total("embedding"), head
 
 
 def held_of(job: Job, limits: Limits, prefixes: Ints, *, offload: bool, once: bool = False) -> Held:
@@ -132,7 +135,7 @@ def held_of(job: Job, limits: Limits, prefixes: Ints, *, offload: bool, once: bo
     state, first, last = {}, {}, {}
     for zero in sorted(set(limits.zero) | {0}):
         state[zero], first[zero], last[zero] = states_of(job, prefixes, prefixes[:, 7], zero, offload=offload, once=once)
-    degrees = degrees_of_prefixes(job, prefixes, prefixes[:, 7])
+    degrees = degrees_of_prefixes(job, prefixes, prefixes[:, 7], 0)
     if "allgather" in limits.dispatchers:
         degrees.dispatcher = "allgather"
     outside = communicators(job, degrees) + job.cluster.gpu.context_bytes

@@ -11,11 +11,13 @@ from cost_models.compute import (
     JITTER,
     architecture,
     host_seconds,
-    in_ring_blocks,
     jitter,
     kernel_speed,
     kernel_table,
     price,
+    price_in_ring,
+    ring_block,
+    ring_launches,
     with_activation,
 )
 from cost_models.execution import Execution, load_execution
@@ -96,17 +98,20 @@ def test_every_attention_kernel_has_a_speed_with_an_origin_for_every_gpu() -> No
 
 
 def test_a_ring_runs_as_many_smaller_blocks_and_merges_their_outputs() -> None:
-    whole = (attend(8192, q_len=2048, pairs=8192 * 8193 // 8),)
-    split = in_ring_blocks(whole, 4, 14.0)
-    blocks = [op for op in split if isinstance(op, Attend)]
-    assert len(blocks) == 4
-    assert sum(op.pairs for op in blocks) == whole[0].pairs
-    merge = next(op for op in split if isinstance(op, Pointwise))
+    whole = attend(8192, q_len=2048, pairs=8192 * 8193 // 8)
+    block, merge = ring_block(whole, 4, 14.0)
+    assert 4 * block.pairs == whole.pairs
     assert merge.bytes == 14 * 3 * 32 * 2048 * 128
-    back = in_ring_blocks((replace(whole[0], backward=True),), 4, 14.0)[-1]
-    assert back.bytes == 7 * 3 * 2048 * 128 * (32 + 2 * 8)  # type: ignore[union-attr]
-    assert price(H100, Execution(), split).attention > price(H100, Execution(), whole).attention
-    assert in_ring_blocks(whole, 1, 14.0) == whole
+    assert ring_block(replace(whole, backward=True), 4, 14.0)[1].bytes == 7 * 3 * 2048 * 128 * (32 + 2 * 8)
+    execution = Execution()
+    alone, split = price(H100, execution, [whole]), price_in_ring(H100, execution, [whole], 4)
+    assert split.attention == pytest.approx(4 * price(H100, execution, [block]).attention)
+    assert split.pointwise == pytest.approx(price(H100, execution, [merge]).pointwise)
+    assert split.attention > alone.attention
+    assert price_in_ring(H100, execution, [whole], 1) == alone
+    assert split.kernels == ring_launches(4) == 7
+    many = price_in_ring(H100, execution, [whole], np.array([1, 4]))
+    assert list(many.seconds) == pytest.approx([alone.seconds, split.seconds])
 
 
 def test_one_product_an_expert_is_slower_than_a_grouped_product_for_many_small_experts() -> None:
