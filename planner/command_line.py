@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from planner.objectives import Goal
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
-EXECUTIONS = ("axisplan", "megatron", "torchtitan", "deepspeed", "fsdp", "accelerate")
+EXECUTIONS = ("axisplan", "megatron", "megatron-bridge", "torchtitan", "deepspeed", "fsdp", "accelerate")
 
 
 USUAL: dict[str, int | str] = {"--seq-len": "8k", "--global-batch": 512, "--gpus": 8}

@@ -23,7 +23,7 @@ from profiles.errors import InputError
 
 __all__ = [
     "RULES", "Limits", "Rule", "Violation", "check", "evaluation_violations", "limits_of", "padded_vocab", "read_layout", "repaired",
-    "require", "require_job", "targets", "ulysses_degrees", "violations",
+    "require", "require_job", "targets", "ulysses_degrees", "unrunnable", "violations",
 ]  # fmt: skip
 
 JOB_FIELDS = ("global_batch", "seq_len", "precision", "optimizer")
@@ -62,6 +62,13 @@ def evaluation_violations(job: Job, layout: Layout, eval_batch: int) -> list[Vio
     ]
 
 
+def unrunnable(job: Job) -> list[Violation]:
+    """What the target's own runtime does not run of the job, whatever the layout (``planner.rules.planning``)."""
+    case = Case(job, Layout(), limits_of(job))
+    broken = [(r, b) for r in PLANNING.values() for b in r.breaks(case)]
+    return [Violation(r.name, b.message, b.field, b.value, next(iter(b.candidates or ()), None)) for r, b in broken]
+
+
 def require(job: Job, layout: Layout) -> None:
     """Raise InputError, all broken rules in one line, unless ``layout`` is legal."""
     _refuse(violations(job, layout))
@@ -70,9 +77,8 @@ def require(job: Job, layout: Layout) -> None:
 def require_job(job: Job) -> None:
     """Raise InputError where a rule that no layout can mend is broken (precision, optimizer, positions), or the target's own runtime
     would not run the job (``planner.rules.planning``)."""
+    _refuse(unrunnable(job))
     case = Case(job, Layout(), limits_of(job))
-    unrun = [(r, b) for r in PLANNING.values() for b in r.breaks(case)]
-    _refuse([Violation(r.name, b.message, b.field, b.value, next(iter(b.candidates or ()), None)) for r, b in unrun])
     if any(r.breaks(case) for r in RULES.values() if not r.reads):
         _refuse([v for v in violations(job, case.layout) if not RULES[v.rule].reads])
 

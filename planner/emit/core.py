@@ -13,15 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout
 from planner.emit.files import fill, write_folder
+from planner.emit.options import Option, refuse_unknown
 from planner.emit.readme import comment, readme
-from planner.legality import limits_of, violations
+from planner.legality import limits_of, unrunnable, violations
 from planner.plan import Plan
+from planner.rules.core import family
 from profiles.errors import InputError
 
 LAUNCH = "launch.sh"
@@ -139,13 +141,15 @@ class EmitSettings:
 
 
 class Target(Protocol):
-    """A module of ``TARGETS``."""
+    """A module of ``TARGETS``; ``OPTIONS``: those of its own, where it has any."""
 
     def program(self, plan: Plan, settings: EmitSettings) -> Program: ...
 
 
 class Launcher(Protocol):
     """A module of ``LAUNCHERS``."""
+
+    def takes(self, program: Program) -> Mapping[str, Option]: ...
 
     def launch(self, plan: Plan, program: Program, settings: EmitSettings) -> Launch: ...
 
@@ -173,15 +177,20 @@ def emit(plan: Plan, target: str, launcher: str, out: Path, settings: EmitSettin
     rule), or a folder that holds other files.
     """
     settings = settings or EmitSettings()
-    target_module: Any = importlib.import_module(named("--target", target, TARGETS))
-    launcher_module: Any = importlib.import_module(named("--launcher", launcher, LAUNCHERS))
-    program: Program = target_module.program(plan, settings)
-    of_target = getattr(target_module, "OPTIONS", {})
-    rest = {name: value for name, value in settings.options.items() if name not in of_target}
-    start: Launch = launcher_module.launch(plan, program, replace(settings, options=rest))
+    launching: Launcher = importlib.import_module(named("--launcher", launcher, LAUNCHERS))  # type: ignore[assignment]
+    program = program_of(plan, target, settings)
+    of_target: Mapping[str, Option] = getattr(importlib.import_module(TARGETS[target]), "OPTIONS", {})
+    refuse_unknown(settings.options, {target: of_target, launcher: launching.takes(program)})
+    start = launching.launch(plan, program, settings)
     contents = {"plan.json": plan.text(), **program.files, LAUNCH: launch_script(plan, program), **start.files}
     contents["README.md"] = readme(plan, program, start)
     return write_folder(out, contents, executable=(LAUNCH, *start.executable))
+
+
+def program_of(plan: Plan, target: str, settings: EmitSettings) -> Program:
+    """What ``target`` runs of the plan. Raises InputError for a name that is not known, or a plan that it cannot run."""
+    module: Target = importlib.import_module(named("--target", target, TARGETS))  # type: ignore[assignment]
+    return module.program(plan, settings)
 
 
 def named(field_name: str, name: str, table: Mapping[str, str]) -> str:
@@ -194,21 +203,24 @@ def named(field_name: str, name: str, table: Mapping[str, str]) -> str:
 # -- may the target run it? ------------------------------------------------------------------------------------------------
 
 
-def admit(plan: Plan, execution: str, target: str = "") -> tuple[Job, Layout]:
-    """The plan's job as ``execution`` runs it, and its layout; InputError with every broken rule where it cannot.
+def admit(plan: Plan, target: str) -> tuple[Job, Layout]:
+    """The plan's job as ``target`` runs it, and its layout; InputError with every broken rule where it cannot.
 
-    A plan made for another execution is looked at under this one's limits; its job keeps model, cluster, batch and precision.
+    A plan made for another execution is looked at under this one's limits; its job keeps model, cluster, batch and precision, and what
+    was set of the execution where the two share one (Megatron-LM and Megatron-Bridge).
     """
     job, layout = plan.job(), plan.layout_object
-    if limits_of(job).target != execution:
-        job = replace(job, execution=load_execution(execution))
-    judged = job if job.execution.name == execution else replace(job, execution=load_execution(execution))
-    broken = violations(judged, layout)
+    made_for = limits_of(job).target
+    if made_for != target:
+        kin = made_for != "any" and family(made_for) == family(target)
+        job = replace(job, execution=job.execution.with_(name=target) if kin else load_execution(target))
+    judged = job if job.execution.name == target else replace(job, execution=load_execution(target))
+    broken = [*unrunnable(judged), *violations(judged, layout)]
     if broken:
-        made = plan.execution.get("name", "")
-        other = "" if made.startswith(execution) else f" (made for --execution {made}; plan with --execution {execution})"
+        name = plan.execution.get("name", "")
+        other = "" if made_for == target else f" (made for --execution {name}; plan with --execution {target})"
         lines = " | ".join(f"{v.rule}: {v.line()}" for v in broken)
-        raise InputError("--target", target or execution, f"cannot run this plan{other}: {lines}")
+        raise InputError("--target", target, f"cannot run this plan{other}: {lines}")
     return job, layout
 
 

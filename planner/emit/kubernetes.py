@@ -34,10 +34,15 @@ OPTIONS = {
 """``claim``: a PersistentVolumeClaim mounted at ``mount`` (default /data). ``network-resource``: e.g. rdma/hca, one of it a pod."""
 
 
+def takes(program: Program) -> dict[str, Option]:
+    """What ``--set`` takes here, the variables that the program needs among it."""
+    return {**OPTIONS, **needed(program)}
+
+
 def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     """``trainjob.yaml`` and ``pytorchjob.yaml``. Raises InputError for an option, a missing image, or files too large for a
     ConfigMap."""
-    options = read_options("kubernetes", settings.options, {**OPTIONS, **needed(program)})
+    options = read_options(settings.options, takes(program))
     if not options["image"]:
         raise InputError(
             "--set image", "", f"names the container image that has torchrun and {program.target}", f"image={IMAGE.example}"

@@ -1,5 +1,6 @@
-"""A launcher's own options (``--set KEY=VALUE``): which there are, and what their values may look like.
+"""Options of a target and a launcher (``--set KEY=VALUE``): which there are, and what their values may look like.
 
+Each module reads those that it knows (``read_options``); a name that neither knows is refused once, for both (``refuse_unknown``).
 Values of Slurm end up in ``#SBATCH`` lines and names in Kubernetes objects, where nothing can be quoted safely: each option has a
 pattern, and what does not match is refused.
 """
@@ -10,9 +11,12 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from planner.emit.core import Program
 from profiles.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.emit.core import Program
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,21 @@ def needed(program: Program) -> dict[str, Option]:
     return {need.name: Option(r"[^\x00]*", f"names {need.what}", need.example) for need in program.needs}
 
 
-def read_options(launcher: str, given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, str]:
-    """The options with their defaults; InputError for one that ``launcher`` does not have, or a value it cannot take."""
-    for key, value in given.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            raise InputError("--set", key, f"{launcher} takes {', '.join(known) or 'no options'}", close[0] if close else None)
-        option = known[key]
-        if not re.fullmatch(option.pattern, value):
-            raise InputError(f"--set {key}", value, option.what, option.example)
+def refuse_unknown(given: Mapping[str, str], known: Mapping[str, Mapping[str, Option]]) -> None:
+    """Raise InputError for a name that is nobody's: who takes what, and the nearest name of all."""
+    every = [name for options in known.values() for name in options]
+    for key in given:
+        if key not in every:
+            close = difflib.get_close_matches(key, every, 1) or [name for name in every if plain_name(name) == plain_name(key)]
+            takes = "; ".join(f"{who} takes {', '.join(options) or 'no options'}" for who, options in known.items())
+            raise InputError("--set", key, takes, close[0] if close else None)
+
+
+def read_options(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, str]:
+    """The known options, those that were not given at their defaults; InputError for a value that one cannot take."""
+    for key, option in known.items():
+        if key in given and not re.fullmatch(option.pattern, given[key]):
+            raise InputError(f"--set {key}", given[key], option.what, option.example)
     return {key: given.get(key, option.default) for key, option in known.items()}
 
 

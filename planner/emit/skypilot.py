@@ -21,9 +21,14 @@ OPTIONS = {
 }
 
 
+def takes(program: Program) -> dict[str, Option]:
+    """What ``--set`` takes here, the variables that the program needs among it."""
+    return {**OPTIONS, **needed(program)}
+
+
 def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     """``task.yaml``. Raises InputError for an option, or a GPU that SkyPilot's catalogue has no known name for."""
-    options = read_options("skypilot", settings.options, {**OPTIONS, **needed(program)})
+    options = read_options(settings.options, takes(program))
     files = {"task.yaml": manifest(title(plan), task(plan, program, options))}
     notes = (
         "Run it in this folder: it is the task's workdir. SkyPilot numbers the nodes; node 0 is the first of its list.",

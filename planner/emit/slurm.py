@@ -22,9 +22,14 @@ OPTIONS = {
 """``container`` and ``mounts`` are pyxis' ``--container-image`` and ``--container-mounts``."""
 
 
+def takes(program: Program) -> dict[str, Option]:
+    """What ``--set`` takes here."""
+    return OPTIONS
+
+
 def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     """``job.sbatch`` and ``node.sh``. Raises InputError for an option Slurm does not take."""
-    options = read_options("slurm", settings.options, OPTIONS)
+    options = read_options(settings.options, takes(program))
     cluster, layout = plan.job().cluster, plan.layout_object
     per_node = per_host(cluster)
     lines = [f"#SBATCH --{name}={options[name]}" for name in OPTIONS if name not in ("container", "mounts") and options[name]]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from planner.emit.core import EmitSettings, Launch, Program, nodes_of
-from planner.emit.options import read_options
+from planner.emit.options import Option
 from planner.plan import Plan
 
 
+def takes(program: Program) -> dict[str, Option]:
+    """None: launch.sh is all there is."""
+    return {}
+
+
 def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
-    """Nothing to add to launch.sh; says how to start it. Raises InputError for an option, since it has none."""
-    read_options("torchrun", settings.options, {})
+    """Nothing to add to launch.sh; says how to start it."""
     nodes, _ = nodes_of(plan)
     arguments = " ".join(program.arguments)
     here = f"./launch.sh {arguments}".strip() + f" | tee {program.log}"

@@ -92,12 +92,17 @@ def rule(group: str, reads: str, sentence: str) -> Callable[[Check], Check]:
 def _table() -> dict[str, dict[str, Any]]:
     text = (resources.files("planner") / "data" / "limits.yaml").read_text(encoding="utf-8")
     data: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    base = data["any"]
+    base = {"like": "", **data["any"]}
     for target, row in data.items():
         unknown = set(row) - set(base)
         if unknown:
             raise AxisplanError(f"limits.yaml: {target} names {sorted(unknown)}, which `any` does not")
-    return {target: {**base, **row} for target, row in data.items()}
+    return {target: {**base, **data.get(row.get("like", ""), {}), **row} for target, row in data.items()}
+
+
+def family(target: str) -> str:
+    """The target whose execution it shares (``like`` in limits.yaml), else itself."""
+    return _table()[target]["like"] or target
 
 
 def limits_row(target: str) -> dict[str, Any]:

@@ -37,6 +37,12 @@ FEATURES: dict[str, tuple[str, Callable[[ModelSpec], bool]]] = {
         "an indexer that picks the tokens to see",
         _any(lambda k: isinstance(k.mixer, LatentAttention) and k.mixer.index_heads > 0),
     ),
+    "latent_attention": ("latent attention", _any(lambda k: isinstance(k.mixer, LatentAttention))),
+    "other_rope_scaling": (
+        "rotary frequencies scaled otherwise than llama3's",
+        lambda m: m.rope_scaling is not None and m.rope_scaling.kind != "llama3",
+    ),
+    "squared_relu": ("squared ReLU", _any(lambda k: k.ffn is not None and k.ffn.activation == "relu2")),
     "clamped_activation": ("gpt-oss's clamped activation", lambda m: m.family == "gpt_oss"),
 }
 """Features of a model that a runtime may lack: in words, and whether a model has it."""
@@ -62,6 +68,20 @@ def runtime_trains_in_the_precision(case: Case) -> Iterator[Break]:
         yield Break(
             "precision", case.job.precision, f"{case.limits.target}'s runtime trains in {listed(known)}", tuple(reversed(known))
         )
+
+
+@planning_rule("the target's runtime keeps the optimizer's moments as the execution says")
+def runtime_keeps_the_moments(case: Case) -> Iterator[Break]:
+    if case.job.execution.moment_bytes == 2 and not case.limits.narrow_moments:
+        yield Break("execution.moment_bytes", 2, f"{case.limits.target} has no 16-bit moments", (4,))
+
+
+@planning_rule("the target's runtime learns the model's positions")
+def runtime_learns_the_positions(case: Case) -> Iterator[Break]:
+    rows, length = case.job.model.learned_positions, case.job.seq_len
+    if case.limits.positions == "sequence" and rows not in (0, length):
+        message = f"{case.limits.target} learns as many positions as the sequence has tokens, {case.job.model.name} {rows}"
+        yield Break("seq_len", length, message, (rows,))
 
 
 @planning_rule("the target's runtime has the optimizer")

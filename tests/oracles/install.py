@@ -1,7 +1,7 @@
 """Installs the real parsers of the targets into ``.oracles/``, each in an environment of its own, within a bounded time.
 
 ``python tests/oracles/install.py [--seconds N] [--folder DIR] [NAME ...]`` reads ``pins.toml`` beside it. What is already there at the
-same pins is kept. ``DIR/oracles.json`` then holds the variables of the tests (docs/emit.md), for those that could be installed; the
+same pins is kept; what is there at others is replaced once the new one is whole, and kept where that fails. ``DIR/oracles.json`` then holds the variables of the tests (docs/emit.md), for those that could be installed; the
 others are named with the reason. Exit code 0 unless a NAME asked for is unknown: a machine without the network still runs the rest of
 its tests, and the tests of a parser that is missing say so when they skip.
 """
@@ -56,30 +56,59 @@ def pip(python: Path, arguments: list[str], end: float, environment: dict[str, s
 
 
 def unpack(wheel: Path, into: Path) -> None:
-    """A wheel's files under ``into``, which is made anew."""
-    shutil.rmtree(into, ignore_errors=True)
+    """A wheel's files as the folder ``into``, in the place of what was there."""
+    fresh = into.with_name(f".{into.name}.part")
+    shutil.rmtree(fresh, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(into)
+        archive.extractall(fresh)
+    replace(into, fresh)
+
+
+def replace(old: Path, new: Path) -> None:
+    """``new`` takes the place of ``old``, whole."""
+    old.parent.mkdir(parents=True, exist_ok=True)
+    away = old.with_name(f".{old.name}.old")
+    shutil.rmtree(away, ignore_errors=True)
+    if old.exists():
+        old.rename(away)
+    new.rename(old)
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def make(home: Path, pins: dict[str, Any], end: float) -> None:
+    """The environment of an oracle as the folder ``home``. Raises Unavailable."""
+    venv.create(home, with_pip=True, clear=True)
+    if pins.get("torch"):
+        site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+        (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    alone = [] if pins.get("dependencies") else ["--no-deps"]
+    constraints = [] if "constraints" not in pins else ["--constraint", str(HERE / pins["constraints"])]
+    command = ["install", "--no-compile", *alone, *constraints, *pins["packages"]]
+    pip(home / "bin" / "python", command, end, pins.get("environment", {}))
 
 
 def install(name: str, pins: dict[str, Any], folder: Path, end: float) -> dict[str, str]:
-    """One oracle under ``folder``; its variables. Raises Unavailable."""
+    """One oracle under ``folder``; its variables. Raises Unavailable, and leaves an older one as it was."""
     home, wheels = folder / name, folder / "wheels"
-    python, stamp = home / "bin" / "python", home / "pins.json"
-    if not (stamp.exists() and json.loads(stamp.read_text()) == pins and python.exists()):
-        stamp.unlink(missing_ok=True)
-        venv.create(home, with_pip=True, clear=True)
-        if pins.get("torch"):
-            site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
-            (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        alone = [] if pins.get("dependencies") else ["--no-deps"]
-        pip(python, ["install", "--no-compile", *alone, *pins["packages"]], end, pins.get("environment", {}))
+    stamp = home / "pins.json"
+    if not (stamp.exists() and json.loads(stamp.read_text()) == pins and (home / "bin" / "python").exists()):
+        fresh = folder / f".{name}.part"
+        shutil.rmtree(fresh, ignore_errors=True)
+        try:
+            make(fresh, pins, end)
+            for pinned in pins.get("sources", {}).values():
+                pip(fresh / "bin" / "python", ["download", "--no-deps", *NEWER, "--dest", str(wheels), pinned], end, {})
+        except Unavailable:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
         for where, pinned in pins.get("sources", {}).items():
-            pip(python, ["download", "--no-deps", *NEWER, "--dest", str(wheels), pinned], end, {})
             stem = pinned.replace("-", "_").replace("==", "-")
             unpack(next(wheels.glob(f"{stem}-*.whl")), folder / where)
-        stamp.write_text(json.dumps(pins))
-    return {variable: str(python if what == "python" else folder / what) for variable, what in pins["sets"].items()}
+        (fresh / stamp.name).write_text(json.dumps(pins))
+        replace(home, fresh)
+    return {
+        variable: str(home / "bin" / "python" if what == "python" else folder / what) for variable, what in pins["sets"].items()
+    }
 
 
 def main() -> int:
@@ -102,8 +131,8 @@ def main() -> int:
         try:
             found |= install(name, every[name], folder, end)
         except (Unavailable, OSError) as reason:
-            found = {variable: where for variable, where in found.items() if variable not in every[name]["sets"]}
-            print(f"oracle {name:<12} not installed: {reason}", flush=True)
+            kept = ", the older one is kept" if set(every[name]["sets"]) <= set(found) else ""
+            print(f"oracle {name:<12} not installed{kept}: {reason}", flush=True)
         else:
             print(f"oracle {name:<12} ready ({time.monotonic() - start:.0f} s)", flush=True)
     beside = written.with_suffix(".part")

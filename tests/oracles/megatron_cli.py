@@ -18,17 +18,15 @@ import typing
 import warnings
 from unittest.mock import MagicMock
 
-from triton_stand_in import without_triton
+from stand_ins import without_triton
 
 warnings.filterwarnings("ignore")
 CHECKOUT = os.environ["AXISPLAN_MEGATRON"]
 
 
 def prepare() -> None:
-    """No Triton, Python 3.12's ``override`` where this one has none, and the checkout's packages."""
+    """No Triton, and the checkout's packages."""
     without_triton()
-    if not hasattr(typing, "override"):
-        typing.override = lambda function: function  # type: ignore[attr-defined]
     sys.path.insert(0, CHECKOUT)
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for Triton, which these parsers import and never use without a GPU. Imported by the drivers beside it."""
+"""Stand-ins for packages that the parsers import and never use without a GPU. Imported by the drivers beside it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typing
 from unittest.mock import MagicMock
 
 
-class FakeTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Any module named triton: decorators are identities, classes take anything."""
+class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Any module of the packages ``names``: decorators are identities, classes take anything, the rest are mocks."""
 
     class Module(types.ModuleType):
         def __getattr__(self, name: str) -> typing.Any:
@@ -25,8 +25,12 @@ class FakeTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return type(name, (), {"__init__": lambda self, *a, **k: None})
             return MagicMock(name=name)
 
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
+        ours = any(name == known or name.startswith(f"{known}.") for known in self.names)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = self.Module(spec.name)
@@ -46,4 +50,6 @@ def without_triton() -> None:
 
     probes.has_triton_package()
     probes.has_triton()
-    sys.meta_path.append(FakeTriton())
+    sys.meta_path.append(StandIn("triton"))
+    if not hasattr(typing, "override"):  # Python 3.12's, which Megatron imports
+        typing.override = lambda function: function  # type: ignore[attr-defined]

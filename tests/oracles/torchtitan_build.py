@@ -19,7 +19,7 @@ import types
 import typing
 import warnings
 
-from triton_stand_in import without_triton
+from stand_ins import without_triton
 
 warnings.filterwarnings("ignore")
 

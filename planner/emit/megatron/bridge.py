@@ -7,11 +7,10 @@ import re
 from cost_models.job import Job
 from cost_models.layout import Layout
 from planner.emit import connections
-from planner.emit.core import EmitSettings, Need, Program, Variable, Word, admit, from_environment, refuse
+from planner.emit.core import EmitSettings, Need, Program, Variable, Word, admit, from_environment
 from planner.emit.environment import shared
 from planner.emit.megatron.program import OPTIONS, all_flags
 from planner.plan import Plan
-from profiles.model import LatentAttention
 
 __all__ = ["OPTIONS", "program"]
 TARGET = "megatron-bridge"
@@ -36,8 +35,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "--clip-grad": ("optimizer.clip_grad",),
     "--optimizer": ("optimizer.optimizer",),
     "--optimizer-offload-fraction": ("optimizer.optimizer_offload_fraction",),
-    "--exp-avg-dtype": (),
-    "--exp-avg-sq-dtype": (),
     "--eval-iters": ("validation.eval_iters",),
     "--log-interval": ("logger.log_interval",),
     "--seed": ("rng.seed",),
@@ -84,7 +81,7 @@ PATTERNS = {"--moe-layer-freq", "--window-attn-skip-freq", "--no-rope-freq"}
 
 def program(plan: Plan, settings: EmitSettings) -> Program:
     """Raises InputError for a plan that the generic recipe cannot run, with the reason."""
-    job, layout = admit(plan, "megatron", TARGET)
+    job, layout = admit(plan, TARGET)
     given = overrides(job, layout, settings)
     environment = (
         Variable("PYTHONPATH", from_environment(CHECKOUT.name, "/src"), "The recipe is imported from the checkout.", "prepend"),
@@ -103,29 +100,11 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
 
 
 def overrides(job: Job, layout: Layout, settings: EmitSettings) -> list[str]:
-    """``section.field=value`` for every fact of the plan. Raises InputError for what the generic recipe has no field for."""
-    model = job.model
-    if isinstance(model.attention, LatentAttention):
-        raise refuse(
-            TARGET, f"{model.name} has latent attention, which the generic recipe's model does not have; use --target megatron"
-        )
-    if model.learned_positions and model.learned_positions != job.seq_len:
-        raise refuse(
-            TARGET,
-            f"the generic recipe learns as many positions as the sequence has tokens ({job.seq_len}), {model.name} {model.learned_positions}",
-        )
-    if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
-        raise refuse(
-            TARGET, f"{model.name} scales its rotary frequencies ({model.rope_scaling.kind}); the generic recipe does llama3's only"
-        )
-    if job.precision not in PRECISIONS:
-        raise refuse(TARGET, f"it has no mixed-precision recipe for {job.precision}")
+    """``section.field=value`` for every fact of the plan. Raises InputError for what Megatron's model cannot be."""
     flags = all_flags(job, layout, settings, TARGET)
     out = [f"mixed_precision={PRECISIONS[job.precision]}", "model.should_pad_vocab=true"]
     for flag, values in flags.items():
         out += override(flag, values)
-    if job.execution.moment_bytes == 2:
-        raise refuse(TARGET, "16-bit moments have no override")
     return out
 
 
@@ -133,8 +112,6 @@ def override(flag: str, values: tuple[str, ...]) -> list[str]:
     if flag in PRECISION_FLAGS:
         return []
     if not values:
-        if flag in ("--squared-relu", "--quick-geglu"):
-            raise refuse(TARGET, f"the generic recipe's overrides have no activation for {flag}")
         return list(SWITCHES.get(flag, (f"model.{field(flag)}=true",)))
     names = FIELDS.get(flag, (f"model.{field(flag)}",))
     return [f"{name}={shown(flag, values)}" for name in names]

@@ -10,7 +10,7 @@ from planner.emit.environment import shared
 from planner.emit.megatron.flags import Flags, number, switch, words
 from planner.emit.megatron.layout import layout_flags
 from planner.emit.megatron.model import model_flags
-from planner.emit.options import Option
+from planner.emit.options import Option, read_options
 from planner.plan import Plan
 
 CHECKOUT = Need("MEGATRON_PATH", "your checkout of Megatron-LM", "/opt/Megatron-LM")
@@ -51,7 +51,7 @@ def training_flags(job: Job, settings: EmitSettings) -> Flags:
         "--attention-dropout": ("0.1" if execution.attention_dropout else "0.0",),
         "--hidden-dropout": ("0.1" if execution.hidden_dropout else "0.0",),
     } | switch("--cross-entropy-loss-fusion") | {"--cross-entropy-fusion-impl": ("native",)}  # fmt: skip
-    tokenizer = settings.options.get("tokenizer")
+    tokenizer = read_options(settings.options, OPTIONS)["tokenizer"]
     if tokenizer:
         flags |= {"--tokenizer-type": ("HuggingFaceTokenizer",), "--tokenizer-model": (tokenizer,)}
     else:

@@ -37,8 +37,7 @@ __all__ = ["OPTIONS", "program"]
 def program(plan: Plan, settings: EmitSettings) -> Program:
     """Raises InputError for a plan that TorchTitan cannot run, with the reason. Option ``release``: whose field names to write."""
     job, layout = admit(plan, "torchtitan")
-    own = {name: value for name, value in settings.options.items() if name in OPTIONS}
-    release = RELEASES[read_options("torchtitan", own, OPTIONS)["release"]]
+    release = RELEASES[read_options(settings.options, OPTIONS)["release"]]
     text = config(plan, job, layout, settings, release)
     environment = (
         Variable("PYTHONPATH", Word(base="here"), "torchtitan imports the configuration from this folder.", "prepend"),

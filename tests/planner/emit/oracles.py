@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,18 @@ class Oracle:
         if missing:
             pytest.skip(f"{' and '.join(missing)} not set: python tests/oracles/install.py installs it (docs/emit.md)")
         env = {**os.environ, **known, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
+        self.driver, self.said = driver, tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
-            [known[variable], str(FOLDER / driver)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, env=env,
+            [known[variable], str(FOLDER / driver)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=env,
         )  # fmt: skip
         assert self._line() == {"ready": True}
 
     def _line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the driver ended"
+        if not line:
+            self.said.seek(0)
+            raise AssertionError(f"{self.driver} ended ({self.process.wait(10)}); the last it said:\n{self.said.read()[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -54,8 +56,4 @@ class Oracle:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-
-
-def refused(answers: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Names of the cases that the parser did not accept, each with its error."""
-    return [f"{name}: {a['stage']}: {a['error']}" for name, a in answers if not a["ok"]]
+        self.said.close()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from oracles import Oracle, refused
 from plans import job_of, plan_of, renamed
-from samples import layouts
 
-from cost_models.job import Job
-from cost_models.layout import Layout
 from planner.emit.accelerate import config, exported, program
 from planner.emit.core import EmitSettings, emit
 from planner.legality import read_layout, violations
@@ -96,52 +90,3 @@ def test_every_variable_of_launch_sh_has_a_reason() -> None:
     job = job_of(execution="accelerate")
     made = program(plan_of(job, "zero=3,tp=2,cp=2"), EmitSettings())
     assert [v.name for v in made.environment if len(v.reason) < 10] == []
-
-
-# -- the real launcher ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def accelerate() -> Iterator[Oracle]:
-    oracle = Oracle("accelerate_config.py", "AXISPLAN_ORACLE_ACCELERATE")
-    yield oracle
-    oracle.close()
-
-
-def cases(count: int, seed: int) -> Iterator[tuple[Job, Layout]]:
-    jobs = [
-        job_of(m, c, "accelerate", global_batch=1536, precision=p)
-        for m, c, p in (
-            ("llama-3.1-8b", "h100-sxm:8x8", "bf16"),
-            ("qwen2.5-7b", "a100-sxm:2x8", "fp16"),
-            ("llama-3-70b", "h100-sxm:32x8", "fp8"),
-        )
-    ]
-    streams = [layouts(job, seed + i) for i, job in enumerate(jobs)]
-    for k in itertools.islice(itertools.cycle(range(len(jobs))), count):
-        yield jobs[k], next(streams[k])
-
-
-def accepted(accelerate: Oracle, count: int, seed: int) -> None:
-    answers = []
-    for job, layout in cases(count, seed):
-        made = program(plan_of(job, layout, legal=False), EmitSettings())
-        text = made.files["accelerate.yaml"]
-        answer = accelerate.ask({"world": layout.world, "yaml": text})
-        answers.append((f"{job.model.name} {layout}", answer))
-        if answer["ok"]:
-            ours = exported(yaml.safe_load(text))
-            assert {k: answer["environment"].get(k) for k in ours} == ours, layout
-            if layout.tp > 1:
-                assert answer["tp"] == list(layout.group(0, "tp")), layout
-    assert refused(answers) == [], "\n".join(refused(answers))
-
-
-@pytest.mark.slow
-def test_accelerates_launcher_takes_what_is_emitted_and_sets_the_same_environment(accelerate: Oracle) -> None:
-    accepted(accelerate, 20, 1)
-
-
-@pytest.mark.verify
-def test_accelerates_launcher_takes_two_hundred_plans(accelerate: Oracle) -> None:
-    accepted(accelerate, 200, 100)

@@ -33,12 +33,10 @@ HOSTILE = [
     "${IFS}touch${IFS}pwned", "%s", "a\r\ntouch pwned", "#",
 ]  # fmt: skip
 LAYOUTS = {"axisplan": "tp=2,pp=2", "megatron": "tp=2,pp=2", "megatron-bridge": "tp=2,pp=2", "torchtitan": "tp=2,pp=2,zero=2"}
-EXECUTIONS = {"megatron-bridge": "megatron"}
 
 
 def plan(target: str, name: str = "llama-3.1-8b", cluster: str = "h100-sxm:1x8") -> Plan:
-    execution = EXECUTIONS.get(target, target)
-    return plan_of(job_of(renamed("llama-3.1-8b", name), cluster, execution, 4096, 64), LAYOUTS[target])
+    return plan_of(job_of(renamed("llama-3.1-8b", name), cluster, target, 4096, 64), LAYOUTS[target])
 
 
 def bash(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +47,7 @@ def bash(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_launch_scripts_are_clean_shell(target: str, cluster: str, tmp_path: Path) -> None:
     if cluster.startswith("gb200"):
-        job = job_of("llama-3.1-8b", cluster, EXECUTIONS.get(target, target), 4096, 72)
+        job = job_of("llama-3.1-8b", cluster, target, 4096, 72)
         made = plan_of(job, "tp=2,zero=2" if target == "torchtitan" else "tp=2")
     else:
         made = plan(target, cluster=cluster)
@@ -171,11 +169,23 @@ def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "plan.json").read_text())["layout"]["tp"] == 2
 
 
-@pytest.mark.parametrize(("target", "key", "nearest"), [("axisplan", "tokenizer", "None"), ("torchtitan", "relase", "None")])
-def test_an_option_that_nobody_takes_is_refused(target: str, key: str, nearest: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no options") as error:
-        emit(plan(target), target, "torchrun", tmp_path / "launch", EmitSettings(options={key: "x"}))
-    assert (error.value.field, str(error.value.nearest)) == ("--set", nearest)
+@pytest.mark.parametrize(
+    ("target", "launcher", "key", "says", "nearest"),
+    [
+        ("axisplan", "torchrun", "tokenizer", "axisplan takes no options; torchrun takes no options", None),
+        ("torchtitan", "torchrun", "relase", "torchtitan takes release; torchrun takes no options", "release"),
+        ("megatron", "slurm", "tokeniser", "megatron takes tokenizer; slurm takes partition, account", "tokenizer"),
+        ("megatron", "slurm", "partitions", "megatron takes tokenizer; slurm takes partition, account", "partition"),
+        ("megatron", "kubernetes", "megatron-path", "MEGATRON_PATH", "MEGATRON_PATH"),
+    ],
+)
+def test_an_option_that_nobody_takes_is_refused_with_the_nearest_of_both(
+    target: str, launcher: str, key: str, says: str, nearest: str | None, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError) as error:
+        emit(plan(target), target, launcher, tmp_path / "launch", EmitSettings(options={key: "x", "image": "a"}))
+    assert (error.value.field, error.value.value, error.value.nearest) == ("--set", key, nearest)
+    assert says in error.value.rule
 
 
 def test_a_targets_option_goes_with_any_launcher(tmp_path: Path) -> None:

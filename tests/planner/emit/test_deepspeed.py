@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 from collections.abc import Iterator
@@ -10,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracles import Oracle, refused
+from oracles import Oracle
 from plans import job_of, plan_of, renamed
-from samples import layouts
 
-from cost_models.job import Job
-from cost_models.layout import Layout
 from planner.emit.core import EmitSettings, emit
 from planner.emit.deepspeed import config, program
 from planner.legality import read_layout, violations
@@ -132,38 +128,6 @@ def deepspeed() -> Iterator[Oracle]:
     oracle = Oracle("deepspeed_config.py", "AXISPLAN_ORACLE_DEEPSPEED")
     yield oracle
     oracle.close()
-
-
-def cases(count: int, seed: int) -> Iterator[tuple[Job, Layout]]:
-    jobs = [job_of(m, c, "deepspeed", global_batch=1536, precision=p) for m, c, p in (
-        ("llama-3.1-8b", "h100-sxm:8x8", "bf16"), ("qwen3-30b-a3b", "h100-sxm:8x8", "bf16"), ("qwen2.5-7b", "a100-sxm:2x8", "fp16"),
-        ("mixtral-8x7b", "h100-sxm:4x8", "bf16"), ("deepseek-v3", "h100-sxm:32x8", "bf16"))]  # fmt: skip
-    streams = [layouts(job, seed + i) for i, job in enumerate(jobs)]
-    for k in itertools.islice(itertools.cycle(range(len(jobs))), count):
-        yield jobs[k], next(streams[k])
-
-
-def accepted(deepspeed: Oracle, count: int, seed: int) -> None:
-    answers = []
-    for job, layout in cases(count, seed):
-        document = json.loads(program(plan_of(job, layout, legal=False), EmitSettings()).files["ds_config.json"])
-        mpu = layout.dp if layout.tp > 1 else None
-        answer = deepspeed.ask({"world": layout.world, "replicas": mpu, "sp": layout.cp, "config": document})
-        answers.append((f"{job.model.name} {layout}", answer))
-        if answer["ok"]:
-            assert answer["train_batch_size"] == job.global_batch, layout
-            assert answer["unread"] == [], layout
-    assert refused(answers) == [], "\n".join(refused(answers))
-
-
-@pytest.mark.slow
-def test_deepspeed_config_takes_what_is_emitted(deepspeed: Oracle) -> None:
-    accepted(deepspeed, 20, 1)
-
-
-@pytest.mark.verify
-def test_deepspeed_config_takes_two_hundred_plans(deepspeed: Oracle) -> None:
-    accepted(deepspeed, 200, 100)
 
 
 @pytest.mark.slow

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from oracles import Oracle, refused
 from plans import job_of, plan_of, renamed
-from samples import layouts
 
 from planner.emit.core import EmitSettings, Need, Program
 from planner.emit.skypilot import launch
@@ -54,44 +51,3 @@ def test_a_hostile_name_and_values_are_inert() -> None:
     assert made["envs"] == {"MODEL": hostile}
     with pytest.raises(InputError, match="--set infra"):
         task(infra=hostile)
-
-
-@pytest.fixture(scope="module")
-def sky() -> Iterator[Oracle]:
-    oracle = Oracle("skypilot_task.py", "AXISPLAN_ORACLE_SKYPILOT")
-    yield oracle
-    oracle.close()
-
-
-def accepted(sky: Oracle, count: int) -> None:
-    answers = []
-    jobs = [
-        job_of(m, c, "axisplan", global_batch=1536)
-        for m, c in (("llama-3.1-8b", "h100-sxm:8x8"), ("qwen3-30b-a3b", "a100-sxm:4x8"), ("llama-3.1-8b", "b200:2x8"))
-    ]
-    streams = [layouts(job, i) for i, job in enumerate(jobs)]
-    extra: list[dict[str, str]] = [
-        {},
-        {"spot": "true", "MODEL": "/m"},
-        {"infra": "k8s", "setup": "pip install axisplan"},
-        {"image": "a/b:c"},
-    ]
-    for k in range(count):
-        plan = plan_of(jobs[k % 3], next(streams[k % 3]), legal=False)
-        made = yaml.safe_load(launch(plan, PROGRAM, EmitSettings(options=extra[k % 4])).files["task.yaml"])
-        answer = sky.ask({"task": made})
-        answers.append((str(made), answer))
-        if answer["ok"]:
-            assert answer["nodes"] == plan.job().cluster.hosts
-            assert answer["run"] == made["run"]
-    assert refused(answers) == [], "\n".join(refused(answers))
-
-
-@pytest.mark.slow
-def test_skypilots_task_takes_what_is_emitted(sky: Oracle) -> None:
-    accepted(sky, 20)
-
-
-@pytest.mark.verify
-def test_skypilots_task_takes_two_hundred_plans(sky: Oracle) -> None:
-    accepted(sky, 200)
