@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.hardware import GpuProfile, load_gpu
-from profiles.measure.against import differences
+from profiles.measure.judging import differences
 from profiles.measure.samples import load_samples
 
 CURVE, TRACED, PEAK, LOSS = 0.10, 0.03, 0.10, 1e-4

@@ -71,8 +71,9 @@ def build(raw: Mapping[str, Any]) -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     whole = transformers.AutoConfig.for_model(**{key: value for key, value in raw.items() if not key.startswith("_")})
     config = getattr(whole, "text_config", whole)
+    models: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        return whole, transformers.AutoModelForCausalLM.from_config(config)
+        return whole, models.from_config(config)
 
 
 STATE_SPACE = ("A_log", "D", "dt_bias", "conv1d", "in_proj", "out_proj", "norm", "x_proj", "dt_proj", "qkv_proj", "output_gate")
@@ -175,9 +176,9 @@ def load() -> list[Row]:
     kept = []
     with TABLE.open(newline="", encoding="utf-8") as file:
         for r in csv.DictReader(file):
-            numbers = {name: int(r[name]) for name in ("total", "reference", "active", "mtp")}
-            words = {name: r[name] for name in ("config", "model_type", "sizes", "against", "differing")}
-            kept.append(Row(**words, **numbers, parts=tuple(int(r[part]) for part in PARTS)))
+            parts = tuple(int(r[part]) for part in PARTS)
+            words = (r["config"], r["model_type"], r["sizes"], int(r["total"]), int(r["reference"]), r["against"], r["differing"])
+            kept.append(Row(*words, int(r["active"]), int(r["mtp"]), parts))
     return kept
 
 

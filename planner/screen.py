@@ -380,55 +380,6 @@ def progress(out: Console, title: str) -> Iterator[Callable[..., None]]:
         yield show
 
 
-def show_measurement(out: Console, measured: Any) -> None:
-    """What ``profile gpu`` found: rates, the error of the fits on shapes left out, what failed, and whether the machine was noisy."""
-    profile = measured.gpu.profile
-    if profile is not None:
-        rows = [(f"{dtype} products", f"{profile.peak_flops(dtype) / 1e9:,.1f} GFLOP/s at most") for dtype in profile.peaks]
-        rows += [
-            ("memory", f"{profile.memory_bytes_per_second / 1e9:,.1f} GB/s achieved, {gib(profile.usable_bytes)} usable"),
-            ("launch", seconds(profile.launch_seconds)),
-        ]
-        out.print(table(profile.name, ("", "measured"), rows, left=2))
-    show_errors(out, measured.gpu)
-    if measured.gpu.rough:
-        out.print(measured.gpu.rough, soft_wrap=True)
-    if measured.links is not None:
-        show_links(out, measured.links)
-
-
-def show_links(out: Console, measured: Any) -> None:
-    """What ``profile links`` found."""
-    if measured.contention:
-        rows = [(axis, f"x {factor:.2f}") for axis, factor in measured.contention.items()]
-        out.print(table("all groups of an axis at once, against one alone", ("groups", "large messages take"), rows))
-    show_errors(out, measured)
-
-
-def show_errors(out: Console, measured: Any) -> None:
-    """Held-out errors of the fits, failures, and noise."""
-    rows = [(kind, percent(e.median), percent(e.p90), e.count) for kind, e in measured.held_out.items()]
-    if rows:
-        out.print(table("error of the fit on samples left out", ("", "median", "nine in ten below", "samples"), rows))
-    for sample in measured.failures[:5]:
-        out.print(f"not measured: {sample.operation}: {sample.failed}", soft_wrap=True)
-    out.print(str(measured.noise))
-
-
-def show_layers(out: Console, profile: Any) -> None:
-    """Rows of ``profile layer``."""
-    columns = ("layer", "tp", "micro batch", "tokens", "forward", "backward", "GFLOP", "kept", "peak")
-    rows = [
-        (r.name, r.tp, r.micro_batch, r.seq_len, r.failed, "", "", "", "") if r.failed else (
-            r.name, r.tp, r.micro_batch, r.seq_len, seconds(r.forward_seconds), seconds(r.backward_seconds),
-            f"{(r.forward_flops + r.backward_flops) / 1e9:.2f}", gib(r.saved_bytes), gib(r.peak_bytes),
-        )
-        for r in profile.rows
-    ]  # fmt: skip
-    out.print(table(f"layers on {profile.device}", columns, rows))
-    out.print(profile.noise)
-
-
 def show_experts(out: Console, document: Sequence[Mapping[str, Any]]) -> None:
     """Placements, one a layer."""
     columns = ("layer", "most loaded rank", "mean", "imbalance", "plain order", "bound", "proved")

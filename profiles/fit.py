@@ -59,15 +59,6 @@ class CollectiveSample:
 
 
 @dataclass(frozen=True)
-class PointwiseSample:
-    """``bytes`` read and written in ``kernels`` launches."""
-
-    bytes: float
-    seconds: float
-    kernels: float = 1
-
-
-@dataclass(frozen=True)
 class ExpertSample:
     """The two grouped products of a gated MoE layer: ``tokens`` rows in all over ``groups`` experts, hidden h, expert width i."""
 
@@ -82,21 +73,47 @@ class ExpertSample:
     """Samples of one case (a model's shapes) are held out together."""
 
 
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far predictions are from ``count`` measured times: mean, median and 90th percentile of |predicted/measured - 1|, and the
+    median of predicted/measured."""
+
+    mean: float
+    median: float
+    p90: float
+    ratio: float
+    count: int
+
+    @classmethod
+    def of(cls, ratios: Sequence[float] | Array) -> Errors:
+        """From predicted/measured of each (at least one)."""
+        own = np.asarray(ratios, dtype=float)
+        off = np.abs(own - 1)
+        return cls(float(off.mean()), float(np.median(off)), float(np.quantile(off, 0.9)), float(np.median(own)), len(own))
+
+
 @dataclass(frozen=True)
 class Fit(Generic[Curve]):
-    """A curve, its relative errors |predicted/measured - 1| on held-out samples, and how many samples there were."""
+    """A curve, the samples it was fitted to, and predicted/measured of each when it was held out (NaN where it never was)."""
 
     curve: Curve
-    heldout_mean: float
-    heldout_p90: float
-    heldout_median: float
-    samples: int
+    samples: tuple[Any, ...]
+    ratios: Array
+
+    @property
+    def errors(self) -> Errors:
+        """On every sample that was held out."""
+        return self.errors_where(lambda sample: True)
+
+    def errors_where(self, chosen: Callable[[Any], bool]) -> Errors:
+        """On those held out that are ``chosen``."""
+        pairs = zip(self.samples, self.ratios, strict=True)
+        return Errors.of([ratio for sample, ratio in pairs if np.isfinite(ratio) and chosen(sample)])
 
 
-def errors(predicted: Array, measured: Array) -> tuple[float, float, float]:
-    """(mean, 90th percentile, median) of |predicted/measured - 1|."""
-    off = np.abs(predicted / measured - 1)
-    return float(off.mean()), float(np.quantile(off, 0.9)), float(np.median(off))
+def _off(predicted: Array, measured: Array) -> float:
+    """Mean of |predicted/measured - 1|."""
+    return float(np.abs(predicted / measured - 1).mean())
 
 
 def _need(samples: Sequence[Any], least: int, what: str) -> None:
@@ -183,14 +200,17 @@ def _folds(keys: Sequence[Any], folds: int) -> list[Array]:
     return [member == number for number in range(min(folds, len(distinct)))]
 
 
-def _held_out(
-    fit: Callable[[Array], Array], predict: Callable[[Array], Array], measured: Array, masks: Sequence[Array]
-) -> tuple[float, float, float]:
+def _held_out(fit: Callable[[Array], Array], predict: Callable[[Array], Array], measured: Array, masks: Sequence[Array]) -> Array:
+    """Predicted/measured of each sample, predicted by a fit that has not seen it; NaN where no mask holds it out."""
     predicted = np.full(len(measured), np.nan)
     for mask in masks:
         predicted[mask] = predict(fit(~mask))[mask]
-    seen = ~np.isnan(predicted)
-    return errors(predicted[seen], measured[seen])
+    return predicted / measured
+
+
+def _stated(ratios: Array) -> float:
+    """The held-out error that a curve states: the mean, three digits."""
+    return float(f"{np.nanmean(np.abs(ratios - 1)):.3g}")
 
 
 def fit_matmul(
@@ -242,11 +262,11 @@ def fit_matmul(
     def solve(keep: Array) -> Array:
         tried = starts if derate else starts[:1]
         found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in tried]
-        return min(found, key=lambda p: errors(seconds(p, keep), measured[keep])[0])
+        return min(found, key=lambda p: _off(seconds(p, keep), measured[keep]))
 
     everything = np.ones(len(measured), dtype=bool)
-    score = _held_out(solve, seconds, measured, _folds(list(zip(n, k, strict=True)), folds))
-    return Fit(replace(curve(solve(everything)), heldout_error=float(f"{score[0]:.3g}")), *score, len(samples))
+    ratios = _held_out(solve, seconds, measured, _folds(list(zip(n, k, strict=True)), folds))
+    return Fit(replace(curve(solve(everything)), heldout_error=_stated(ratios)), tuple(samples), ratios)
 
 
 def fit_attention(
@@ -280,11 +300,11 @@ def fit_attention(
 
     def solve(keep: Array) -> Array:
         found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in starts]
-        return min(found, key=lambda p: errors(seconds(p, keep), measured[keep])[0])
+        return min(found, key=lambda p: _off(seconds(p, keep), measured[keep]))
 
     lengths = sorted({s.length for s in own})
     third = [np.array([lengths.index(s.length) % 3 == part for s in own]) for part in range(3)]
-    score = _held_out(solve, seconds, measured, [mask for mask in third if mask.any() and not mask.all()])
+    ratios = _held_out(solve, seconds, measured, [mask for mask in third if mask.any() and not mask.all()])
     p = solve(np.ones(len(own), dtype=bool))
     speeds = {head_dim: 1.0}
     for other in sorted({s.head_dim for s in samples} - {head_dim}):
@@ -296,9 +316,9 @@ def fit_attention(
     curve = AttentionCurve(
         efficiency=efficiency, t0_seconds=t0, s0=s0, w0=w0 if w0 > 1e-3 else 0.0, head_dim_speed=dict(sorted(speeds.items())),
         backward_ratio=backward_ratio or {head_dim: 2.5}, full_share=full_share, origin=origin, source=source,
-        heldout_error=float(f"{score[0]:.3g}"),
+        heldout_error=_stated(ratios),
     )  # fmt: skip
-    return Fit(curve, *score, len(own))
+    return Fit(curve, tuple(own), ratios)
 
 
 def fit_collective(
@@ -320,36 +340,15 @@ def fit_collective(
             def solve(keep: Array, table: Array = table, measured: Array = measured) -> Array:
                 return nonnegative(table[keep], measured[keep])
 
-            score = _held_out(solve, lambda p, table=table: table @ p, measured, [~even, even])  # type: ignore[misc]
+            ratios = _held_out(solve, lambda p, table=table: table @ p, measured, [~even, even])  # type: ignore[misc]
             alpha, inverse, root = solve(np.ones(len(own), dtype=bool))
             curve = CollectiveCurve(
                 ranks=ranks, alpha_seconds=float(f"{alpha:.5g}"), bytes_per_second=float(f"{1 / max(inverse, 1e-15):.5g}"),
-                sqrt_seconds=float(f"{root:.5g}"), heldout_error=float(f"{score[0]:.3g}"), origin=origin, source=source,
+                sqrt_seconds=float(f"{root:.5g}"), heldout_error=_stated(ratios), origin=origin, source=source,
             )  # fmt: skip
-            rows.append(Fit(curve, *score, len(own)))
+            rows.append(Fit(curve, tuple(own), ratios))
         found[kind] = tuple(rows)
     return found
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What pointwise samples say: launch cost and achieved memory rate."""
-
-    launch_seconds: float
-    bytes_per_second: float
-
-
-def fit_pointwise(samples: Sequence[PointwiseSample]) -> Fit[Traffic]:
-    """``kernels launch + bytes/rate``; every second size held out."""
-    _need(samples, 3, "memory traffic")
-    own = sorted(samples, key=lambda s: s.bytes)
-    table = np.array([(s.kernels, s.bytes) for s in own], dtype=float)
-    measured = np.array([s.seconds for s in own])
-    even = np.arange(len(own)) % 2 == 0
-    masks = [~even, even] if len(own) >= 6 else [np.ones(len(own), dtype=bool) & ~even]
-    score = _held_out(lambda keep: nonnegative(table[keep], measured[keep]), lambda p: np.asarray(table @ p), measured, masks)
-    launch, inverse = nonnegative(table, measured)
-    return Fit(Traffic(float(launch), float(1 / max(inverse, 1e-18))), *score, len(own))
 
 
 def fit_experts(
@@ -385,12 +384,12 @@ def fit_experts(
 
     def solve(keep: Array) -> Array:
         found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in starts]
-        return min(found, key=lambda p: errors(seconds(p, keep), measured[keep])[0])
+        return min(found, key=lambda p: _off(seconds(p, keep), measured[keep]))
 
-    score = _held_out(solve, seconds, measured, _folds([s.case for s in samples], folds))
+    ratios = _held_out(solve, seconds, measured, _folds([s.case for s in samples], folds))
     v = [float(f"{value:.4g}") for value in solve(np.ones(len(samples), dtype=bool))]
     curve = GroupedCurve(
         efficiency=min(v[0], 1.0), tokens0=v[1], padding=v[2], t0_seconds=float(f"{v[3] / 2:.4g}"), weight_gradient=weight_gradient,
-        origin=origin, source=source, heldout_error=float(f"{score[0]:.3g}"),
+        origin=origin, source=source, heldout_error=_stated(ratios),
     )  # fmt: skip
-    return Fit(curve, *score, len(samples))
+    return Fit(curve, tuple(samples), ratios)

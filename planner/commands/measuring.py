@@ -55,7 +55,7 @@ def profile_gpu(
     """Matrix products, attention, memory, launches, usable memory, and the links between the processes: a cluster file."""
     from planner import screen, screen_measured
     from profiles.hardware import load_gpu
-    from profiles.measure.against import differences
+    from profiles.measure.judging import differences
     from profiles.measure.machine import profile_machine
     from profiles.measure.plots import check_picture, plot_gpu
 
@@ -67,7 +67,7 @@ def profile_gpu(
         measured = profile_machine(processes, budget_seconds=seconds, device=device, dtypes=dtypes or None, progress=show)
     beside = differences(known, measured.gpu.samples, measured.gpu.facts) if known else {}
     if not as_json:
-        screen.show_measurement(terminal, measured)
+        screen_measured.show_measurement(terminal, measured)
         screen_measured.show_differences(terminal, known, beside)
     if measured.interrupted and measured.cluster is None:
         raise KeyboardInterrupt
@@ -113,7 +113,7 @@ def profile_links(
     if as_json:
         show_json(screen_measured.links_document(measured))
     else:
-        screen.show_links(terminal, measured)
+        screen_measured.show_links(terminal, measured)
     if out and measured.link:
         from profiles.files import write_text
         from profiles.hardware import to_yaml
@@ -149,7 +149,7 @@ def profile_layer(
 
     What is written to --out is given to plan, estimate and check as --profile, where it goes before the formulas.
     """
-    from planner import screen
+    from planner import screen, screen_measured
     from planner.layer_profiles import measure
 
     terminal = screen.console(stderr=as_json)
@@ -158,7 +158,7 @@ def profile_layer(
     if as_json:
         show_json(found.model_dump(mode="json"))
     else:
-        screen.show_layers(terminal, found)
+        screen_measured.show_layers(terminal, found)
     if out:
         found.save(out)
         terminal.print(f"written to {out}; plan with --profile {out}")

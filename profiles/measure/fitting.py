@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,6 @@ FEWEST_SIZES = 4
 
 class TooFew(Exception):
     """There is not enough to fit a profile from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """Relative errors (fractions) of a fit on samples it has not seen: median, 90th percentile, and how many."""
-
-    median: float
-    p90: float
-    count: int
 
 
 def source_of(facts: dict[str, Any]) -> str:
@@ -61,7 +52,7 @@ def gpu_profile(samples: Sequence[Sample], facts: dict[str, Any]) -> GpuProfile:
     attention = fit_attention(samples, peaks, matmul, facts, source)
     return GpuProfile(
         name=gpu_name(str(facts["name"])) if cuda else f"cpu-{facts.get('host') or 'here'}",
-        description=f"{facts['name']}, {facts.get('processes', 1)} processes of {facts.get('threads', 1)} threads measured at once",
+        description=f"{facts['name']}, processes measured at once: {facts.get('processes', 1)}, threads of each: {facts.get('threads', 1)}",
         facts=GpuFacts(
             sms=constant(facts["sms"], "multiprocessors" if cuda else "process"),
             memory_reported_bytes=constant(facts["memory_reported_bytes"], "bytes"),
@@ -172,22 +163,12 @@ def fastest_traffic(samples: Sequence[Sample], rate: float) -> float:
     return max([rate, *(float(s.operation.bytes) / s.seconds for s in usable(samples, Pointwise))])
 
 
-def held_out_errors(profile: GpuProfile, samples: Sequence[Sample]) -> dict[str, Errors]:
-    """Errors by kind of operation and dtype: of matrix products, on the samples kept out of the fit (sides >= ``plan.LARGE``)."""
-    found: dict[str, list[float]] = {}
-    for s in usable(samples, Matmul, held_out=True):
-        if s.operation.dtype in profile.matmul:
-            error = abs(float(profile.seconds(s.operation, sustained=False)) / s.seconds - 1)
-            found.setdefault(f"matmul {s.operation.dtype}", []).append(error)
-    return {name: Errors(float(np.median(e)), float(np.quantile(e, 0.9)), len(e)) for name, e in found.items()}
-
-
-def link(samples: Sequence[Sample], facts: dict[str, Any], *, name: str = "") -> tuple[Link, dict[str, Errors]]:
+def link(samples: Sequence[Sample], facts: dict[str, Any], *, name: str = "") -> tuple[Link, dict[str, fit.Errors]]:
     """The link that ``samples`` show, one row a collective and group size, from the samples with most groups at once (as in
     training), and each row's errors on message sizes held out of it. Raises TooFew."""
     source = source_of(facts)
     rows: dict[str, tuple[CollectiveCurve, ...]] = {}
-    errors: dict[str, Errors] = {}
+    errors: dict[str, fit.Errors] = {}
     best = 0.0
     for (kind, ranks), timed in sorted(by_curve(samples).items()):
         if len(timed) < FEWEST_SIZES:
@@ -197,7 +178,7 @@ def link(samples: Sequence[Sample], facts: dict[str, Any], *, name: str = "") ->
         fastest = max(float(wire_bytes(kind, p.bytes, ranks)) / p.seconds for p in points)
         best = max(best, fastest)
         rows[kind] = (*rows.get(kind, ()), bounded(found.curve, points, fastest))
-        errors[f"{kind} over {ranks}"] = Errors(found.heldout_median, found.heldout_p90, found.samples)
+        errors[f"{kind} over {ranks}"] = found.errors
     if not rows:
         raise TooFew(f"fewer than {FEWEST_SIZES} message sizes of any collective were measured")
     peak = Constant(best, "bytes/s", "measured", source)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from profiles.errors import AxisplanError, InputError
+from profiles.fit import Errors
 from profiles.hardware import GpuProfile
-from profiles.measure import fitting
+from profiles.measure import fitting, judging
 from profiles.measure.samples import Sample, save_samples
 from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, noise, others_busy
 from profiles.measure.together import Alone
@@ -27,12 +28,12 @@ STARTUP_SECONDS = 90.0
 @dataclass
 class GpuMeasurement:
     """What ``measure_gpu`` found. ``profile`` is None where too little was measured before an interruption; ``held_out`` are the
-    fit's relative errors by kind of operation on samples that were not fitted (see ``fitting.Errors``)."""
+    fit's errors by kind of operation on samples that were not fitted (``judging.held_out_errors``)."""
 
     samples: list[Sample]
     facts: dict[str, Any]
     profile: GpuProfile | None = None
-    held_out: dict[str, fitting.Errors] = field(default_factory=dict)
+    held_out: dict[str, Errors] = field(default_factory=dict)
     noise: Noise = field(default_factory=lambda: noise([]))
     interrupted: bool = False
 
@@ -40,6 +41,11 @@ class GpuMeasurement:
     def failures(self) -> list[Sample]:
         """Candidates that have no time: out of memory, or no such kernel here."""
         return [s for s in self.samples if s.failed]
+
+    @property
+    def spreads(self) -> dict[str, float]:
+        """How far repeats spread, by kind of operation."""
+        return judging.spreads(self.samples)
 
     @property
     def rough(self) -> str:
@@ -183,7 +189,7 @@ def finish(collector: Collector, *, processes: int, threads: int, interrupted: b
     result.noise = noise([s.spread for s in collector.samples if not s.failed], others=others, threads=processes * threads)
     try:
         result.profile = fitting.gpu_profile(collector.samples, collector.facts)
-        result.held_out = fitting.held_out_errors(result.profile, collector.samples)
+        result.held_out = judging.held_out_errors(result.profile, collector.samples, collector.facts)
     except fitting.TooFew as error:
         if not interrupted:
             raise AxisplanError(f"profile: {error}; give it a longer budget") from None

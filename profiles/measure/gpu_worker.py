@@ -22,6 +22,8 @@ LONGEST_CALL_SECONDS = {"cpu": 0.12, "cuda": 0.02}
 """The FLOPs of the largest products timed follow from how fast the device turns out to be and this."""
 POINTWISE_BYTES = {"cpu": (8 << 20, 32 << 20, 2 << 20), "cuda": (256 << 20, 64 << 20, 1 << 30, 16 << 20)}
 """Most telling first: a few thousand tokens of a small model on a CPU, of a large one on a GPU."""
+JUDGE_BYTES = {"cpu": (16 << 20, 4 << 20), "cuda": (128 << 20, 512 << 20)}
+"""Sizes between those, held out of the fit."""
 
 
 def measure_here(device: torch.device, together: Together, *, report: Report, dtypes: Sequence[str], budget_seconds: float) -> None:
@@ -55,22 +57,32 @@ def measure_here(device: torch.device, together: Together, *, report: Report, dt
         sections.append(Section(f"attention {dtype}", 0.28 / len(attended), candidates, FEWEST_ATTENTIONS))
     limit = plan.Bounds(*sides, float("inf"), room)
     sections.append(
-        Section("memory", 0.2, plan.pointwises(limit, forms=kernels.KERNELS, sizes=POINTWISE_BYTES[kind]), FEWEST_TRAFFIC)
+        Section(
+            "memory",
+            0.2,
+            plan.pointwises(limit, forms=kernels.KERNELS, sizes=POINTWISE_BYTES[kind], judges=JUDGE_BYTES[kind]),
+            FEWEST_TRAFFIC,
+        )
     )
     left = max(budget_seconds - (bench.clock.now() - start), 0.1 * budget_seconds)
     bench.run(sections, budget_seconds=left, candidate_seconds=min(CANDIDATE_SECONDS[kind], left / 20), report=report)
 
 
 def _launch(bench: Bench) -> dict[str, float]:
-    """Seconds an operation takes that has next to nothing to do: on the device, and including the host in eager training."""
+    """Seconds an operation takes that has next to nothing to do: on the device, and including the host in eager training; and the same
+    of other such operations (``launch_judge_seconds``), which judge it."""
     eager, problem = bench.time_call(lambda: kernels.tiny_layer(bench.device), 0.3)
     if eager is None:
         raise AxisplanError(f"profile: a layer of width 16 failed: {problem}")
     host = eager.seconds / kernels.TINY_LAYER_OPERATIONS
     if bench.device.type != "cuda":
-        return {"launch_seconds": host, "eager_seconds": host}
+        judge, _ = bench.time_call(lambda: kernels.tiny_feed_forward(bench.device), 0.2)
+        facts = {"launch_seconds": host, "eager_seconds": host}
+        return {**facts, "launch_judge_seconds": judge.seconds / kernels.TINY_FEED_FORWARD_OPERATIONS} if judge else facts
     graph, _ = bench.time_call(lambda: kernels.launch_graph(bench.device), 0.2)
-    return {"launch_seconds": graph.seconds / kernels.GRAPH_KERNELS if graph else host, "eager_seconds": host}
+    facts = {"launch_seconds": graph.seconds / kernels.GRAPH_KERNELS if graph else host, "eager_seconds": host}
+    judge, _ = bench.time_call(lambda: kernels.launch_graph(bench.device, kernels.GRAPH_KERNELS // 4), 0.2)
+    return {**facts, "launch_judge_seconds": judge.seconds / (kernels.GRAPH_KERNELS // 4)} if judge else facts
 
 
 def _rate(bench: Bench, dtype: str) -> float:

@@ -28,6 +28,8 @@ and each output written once, forward and backward, as if fused. What the framew
 KERNELS = {"add": 1, "swiglu": 2, "norm": 2, "copy": 1, "optimizer": 1}
 TINY_LAYER_OPERATIONS = 33
 """Operations an operation list holds for ``tiny_layer``: 7 products, attention, 2 norms, 2 residuals, 1 gate; backward 14 + 6."""
+TINY_FEED_FORWARD_OPERATIONS = 15
+"""The same of ``tiny_feed_forward``: 3 products, a norm, a residual, a gate; backward 6 + 3."""
 
 
 def needed_bytes(op: Operation, form: str) -> float:
@@ -132,35 +134,51 @@ def pointwise(form: str, total_bytes: int, device: torch.device, dtype: torch.dt
     return lambda: torch.autograd.grad(functional.rms_norm(a, (POINTWISE_WIDTH,), weight), (a, weight), c)
 
 
+TINY_WIDTH, TINY_TOKENS = 16, 4
+
+
 def tiny_layer(device: torch.device) -> Call:
     """Forward and backward of a transformer layer so small that only launches take time."""
-    width, tokens = 16, 4
-    x = torch.randn(1, tokens, width, device=device, requires_grad=True)
-    weights = [torch.randn(width, width, device=device, requires_grad=True) for _ in range(7)]
-    scale = torch.ones(width, device=device, requires_grad=True)
+    x, scale, weights = _tiny(device, 7)
 
     def call() -> object:
-        normed = functional.rms_norm(x, (width,), scale)
-        q, k, v = (functional.linear(normed, w).view(1, tokens, 2, 8).transpose(1, 2) for w in weights[:3])
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(1, tokens, width)
+        normed = functional.rms_norm(x, (TINY_WIDTH,), scale)
+        q, k, v = (functional.linear(normed, w).view(1, TINY_TOKENS, 2, 8).transpose(1, 2) for w in weights[:3])
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         hidden = x + functional.linear(mixed, weights[3])
-        normed = functional.rms_norm(hidden, (width,), scale)
-        gated = functional.silu(functional.linear(normed, weights[4])) * functional.linear(normed, weights[5])
-        return torch.autograd.grad((hidden + functional.linear(gated, weights[6])).sum(), [x, scale, *weights])
+        return torch.autograd.grad(_gated(hidden, scale, weights[4:]).sum(), [x, scale, *weights])
 
     return call
+
+
+def tiny_feed_forward(device: torch.device) -> Call:
+    """The feed-forward of such a layer alone: other operations, by which the launch cost is judged."""
+    x, scale, weights = _tiny(device, 3)
+    return lambda: torch.autograd.grad(_gated(x, scale, weights).sum(), [x, scale, *weights])
+
+
+def _tiny(device: torch.device, products: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    x = torch.randn(1, TINY_TOKENS, TINY_WIDTH, device=device, requires_grad=True)
+    weights = [torch.randn(TINY_WIDTH, TINY_WIDTH, device=device, requires_grad=True) for _ in range(products)]
+    return x, torch.ones(TINY_WIDTH, device=device, requires_grad=True), weights
+
+
+def _gated(hidden: torch.Tensor, scale: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    normed = functional.rms_norm(hidden, (TINY_WIDTH,), scale)
+    gated = functional.silu(functional.linear(normed, weights[0])) * functional.linear(normed, weights[1])
+    return hidden + functional.linear(gated, weights[2])
 
 
 GRAPH_KERNELS = 200
 
 
-def launch_graph(device: torch.device) -> Call:
-    """CUDA: ``GRAPH_KERNELS`` tiny additions in one graph, so that the host's part is not timed."""
+def launch_graph(device: torch.device, kernels: int = GRAPH_KERNELS) -> Call:
+    """CUDA: so many tiny additions in one graph, so that the host's part is not timed."""
     x = torch.zeros(32, device=device)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(GRAPH_KERNELS):
+        for _ in range(kernels):
             x.add_(1.0)
     return graph.replay
 

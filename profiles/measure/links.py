@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from profiles.errors import AxisplanError, InputError
+from profiles.fit import Errors
 from profiles.hardware import Link
-from profiles.measure import fitting
+from profiles.measure import fitting, judging
 from profiles.measure.gpu import STARTUP_SECONDS, Collector, Progress, check, inside_torchrun, workers
 from profiles.measure.samples import Sample, save_samples
 from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, noise, others_busy
@@ -34,7 +35,7 @@ class LinkMeasurement:
     samples: list[Sample]
     facts: dict[str, Any]
     link: Link | None = None
-    held_out: dict[str, fitting.Errors] = field(default_factory=dict)
+    held_out: dict[str, Errors] = field(default_factory=dict)
     contention: dict[str, float] = field(default_factory=dict)
     noise: Noise = field(default_factory=lambda: noise([]))
     interrupted: bool = False
@@ -42,6 +43,11 @@ class LinkMeasurement:
     @property
     def failures(self) -> list[Sample]:
         return [s for s in self.samples if s.failed]
+
+    @property
+    def spreads(self) -> dict[str, float]:
+        """How far repeats spread, by collective and group size."""
+        return judging.spreads(self.samples)
 
     def save_samples(self, path: str | Path) -> None:
         save_samples(path, self.samples, **self.facts)

@@ -96,22 +96,40 @@ SEQUENCES = (
     (2048, 8, 1), (1024, 32, 2), (4096, 8, 1), (4096, 32, 1), (8192, 32, 1), (16384, 16, 1),
 )  # fmt: skip
 """(tokens, heads, batch) of causal attention."""
+JUDGES = ((640, 4, 1), (320, 8, 2), (896, 8, 1), (1536, 8, 1), (3072, 16, 1), (6144, 32, 1), (12288, 32, 1))
+"""Lengths between those, which are held out of the fit."""
 
 
 def attentions(dtype: str, bounds: Bounds, *, head_dims: Sequence[int], longest: int) -> Iterator[Sample]:
     """Causal attention over sequence lengths, heads and batches at the first of ``head_dims``, every second also backward; from the
-    fifth on also at the others (``profiles.fit`` judges the curve on lengths it holds out)."""
+    fifth on also at the others. After each second of them one of ``JUDGES``, both ways."""
+    judges = iter(JUDGES)
     for place, (length, heads, batch) in enumerate(SEQUENCES):
-        pairs = length * (length + 1) // 2
         for head_dim in head_dims[:1] if place < 4 else head_dims:
             for backward in (False, True) if place % 2 == 0 else (False,):
-                op = Attend(batch, heads, max(1, heads // 4), length, length, head_dim, head_dim, pairs, dtype, backward)
-                if length <= longest and op.flops <= bounds.flops and 16.0 * batch * heads * length * head_dim <= bounds.bytes:
-                    yield Sample(op, form="causal")
+                yield from _attention(dtype, bounds, (length, heads, batch, head_dim), backward, longest)
+        judge = next(judges, None) if place % 2 else None
+        if judge is not None:
+            for backward in (False, True):
+                yield from _attention(dtype, bounds, (*judge, head_dims[0]), backward, longest, held_out=True)
 
 
-def pointwises(bounds: Bounds, *, forms: dict[str, int], sizes: Sequence[int]) -> Iterator[Sample]:
-    """Memory traffic of each form of layer work at each of ``sizes`` bytes."""
-    for size in sizes:
+def _attention(
+    dtype: str, bounds: Bounds, shape: tuple[int, int, int, int], backward: bool, longest: int, *, held_out: bool = False
+) -> Iterator[Sample]:
+    """One candidate, (tokens, heads, batch, head size), if it is within bounds."""
+    length, heads, batch, head_dim = shape
+    op = Attend(batch, heads, max(1, heads // 4), length, length, head_dim, head_dim, length * (length + 1) // 2, dtype, backward)
+    if length <= longest and op.flops <= bounds.flops and 16.0 * batch * heads * length * head_dim <= bounds.bytes:
+        yield Sample(op, form="causal", held_out=held_out)
+
+
+def pointwises(bounds: Bounds, *, forms: dict[str, int], sizes: Sequence[int], judges: Sequence[int] = ()) -> Iterator[Sample]:
+    """Memory traffic of each form of layer work at each of ``sizes`` bytes; after the first, those of ``LAYER_MIX`` also at ``judges``,
+    held out of the fit."""
+    judged = {form: kernels for form, kernels in forms.items() if form in LAYER_MIX}
+    for size in (*sizes[:1], *judges, *sizes[1:]):
+        held_out = size in judges
         if size <= bounds.bytes:
-            yield from (Sample(Pointwise(size, kernels), form=form) for form, kernels in forms.items())
+            own = judged if held_out else forms
+            yield from (Sample(Pointwise(size, kernels), form=form, held_out=held_out) for form, kernels in own.items())

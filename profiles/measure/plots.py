@@ -13,12 +13,14 @@ import numpy as np
 
 from profiles.errors import AxisplanError, InputError
 from profiles.hardware import GpuProfile, Link
-from profiles.measure import fitting
+from profiles.measure import fitting, judging
 from profiles.measure.samples import Sample, usable
 from profiles.operations import Attend, Collective, Matmul, Pointwise, wire_bytes
 
 COLOURS = ("#2a6f97", "#e07a3f", "#4a8f5c", "#8a5a9e", "#b8860b", "#5f6b73")
 INK, FAINT = "#2b2f33", "#d8dcdf"
+POINTS = ((False, "o", ""), (True, "D", "white"))
+"""(held out of the fit, marker, face; empty: the colour of the curve)."""
 
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -36,10 +38,8 @@ def check_picture(path: Path) -> None:
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise AxisplanError("plots need matplotlib: pip install 'axisplan[plot]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -54,11 +54,8 @@ def _pyplot() -> Any:
     return plt
 
 
-def _write(figure: Any, path: str | Path) -> None:
+def _write(figure: Any, target: Path) -> None:
     """Writes a figure beside its place, then renames it there."""
-    target = Path(path)
-    if target.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise AxisplanError(f"{target}: a plot is written as .png, .svg or .pdf")
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=target.parent, suffix=target.suffix)
     os.close(handle)
@@ -104,7 +101,9 @@ def _time(value: float, _: Any = None) -> str:
 
 
 def plot_gpu(profile: GpuProfile, samples: Sequence[Sample], path: str | Path) -> None:
-    """Matrix products (rate by size, with the fitted curve of a square product; predicted against measured) and attention."""
+    """Matrix products (rate by size, with the fitted curve of a square product; predicted against measured), attention and memory
+    traffic; what was held out of the fit with open marks. Raises as ``check_picture``."""
+    check_picture(path := Path(path))
     plt = _pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(11, 8.2), layout="constrained")
     figure.suptitle(f"{profile.name}: {profile.description}", x=0.01, ha="left", fontsize=11)
@@ -115,24 +114,22 @@ def plot_gpu(profile: GpuProfile, samples: Sequence[Sample], path: str | Path) -
     _write(figure, path)
 
 
+def _points(axis: Any, samples: Sequence[Sample], sizes: Sequence[float], colour: str) -> None:
+    """A point a sample: its size, and the FLOPs (or bytes) a second that it ran at; open where it was held out of the fit."""
+    works = [s.operation.bytes if isinstance(s.operation, Pointwise) else s.operation.flops for s in samples]
+    for held_out, marker, face in POINTS:
+        own = [(x, work / s.seconds) for s, x, work in zip(samples, sizes, works, strict=True) if s.held_out is held_out]
+        across, up = [x for x, _ in own], [rate for _, rate in own]
+        axis.scatter(across, up, s=18, marker=marker, c=face or colour, edgecolors=colour, linewidths=0.9, zorder=3)
+
+
 def _products(axis: Any, profile: GpuProfile, samples: Sequence[Sample]) -> None:
     for colour, dtype in zip(COLOURS, profile.matmul, strict=False):
         timed = [s for s in usable(samples, Matmul, held_out=None) if s.operation.dtype == dtype]
-        for held_out, marker, face in ((False, "o", colour), (True, "D", "white")):
-            part = [s for s in timed if s.held_out is held_out]
-            flops = [s.operation.flops for s in part]
-            axis.scatter(
-                flops,
-                [f / s.seconds for f, s in zip(flops, part, strict=True)],
-                s=18,
-                marker=marker,
-                c=face,
-                edgecolors=colour,
-                linewidths=0.9,
-            )
+        flops = [s.operation.flops for s in timed]
+        _points(axis, timed, flops, colour)
         if timed:
-            spans = [s.operation.flops for s in timed]
-            side = np.geomspace((min(spans) / 2) ** (1 / 3), (max(spans) / 2) ** (1 / 3), 60)
+            side = np.geomspace((min(flops) / 2) ** (1 / 3), (max(flops) / 2) ** (1 / 3), 60)
             curve = profile.seconds(Matmul(side, side, side, dtype), sustained=False)
             axis.plot(2 * side**3, 2 * side**3 / curve, color=colour, label=f"{dtype}, fitted (square)")
     axis.scatter([], [], s=18, marker="D", c="white", edgecolors=INK, label="held out of the fit")
@@ -143,17 +140,17 @@ def _products(axis: Any, profile: GpuProfile, samples: Sequence[Sample]) -> None
 
 
 def _agreement(axis: Any, profile: GpuProfile, samples: Sequence[Sample]) -> None:
-    errors = fitting.held_out_errors(profile, samples)
+    errors = judging.held_out_errors(profile, samples, {})
     limits = []
     for colour, dtype in zip(COLOURS, profile.matmul, strict=False):
         timed = [s for s in usable(samples, Matmul, held_out=None) if s.operation.dtype == dtype]
-        for held_out, marker, face in ((False, "o", colour), (True, "D", "white")):
+        for held_out, marker, face in POINTS:
             part = [s for s in timed if s.held_out is held_out]
             measured = np.array([s.seconds for s in part])
             predicted = np.array([float(profile.seconds(s.operation, sustained=False)) for s in part])
             bars = [np.maximum(measured - [s.low for s in part], 0), np.maximum([s.high for s in part] - measured, 0)]
             axis.errorbar(measured, predicted, xerr=bars, fmt="none", ecolor=colour, elinewidth=0.6, alpha=0.6)
-            axis.scatter(measured, predicted, s=18, marker=marker, c=face, edgecolors=colour, linewidths=0.9, zorder=3)
+            axis.scatter(measured, predicted, s=18, marker=marker, c=face or colour, edgecolors=colour, linewidths=0.9, zorder=3)
             limits += [*measured, *predicted]
         found = errors.get(f"matmul {dtype}")
         text = f"{dtype}: held out {100 * found.median:.0f} % (median of {found.count})" if found else dtype
@@ -172,11 +169,11 @@ def _agreement(axis: Any, profile: GpuProfile, samples: Sequence[Sample]) -> Non
 
 
 def _attention(axis: Any, profile: GpuProfile, samples: Sequence[Sample]) -> None:
-    timed = usable(samples, Attend)
+    timed = usable(samples, Attend, held_out=None)
     shapes = sorted({(s.operation.qk_dim, s.operation.backward, s.operation.dtype) for s in timed})
     for colour, (width, backward, dtype) in zip(COLOURS, shapes, strict=False):
         part = [s for s in timed if (s.operation.qk_dim, s.operation.backward, s.operation.dtype) == (width, backward, dtype)]
-        axis.scatter([s.operation.q_len for s in part], [s.operation.flops / s.seconds for s in part], s=20, color=colour)
+        _points(axis, part, [s.operation.q_len for s in part], colour)
         length = np.geomspace(min(s.operation.q_len for s in part), max(s.operation.q_len for s in part), 40)
         op = Attend(1, 8, 2, length, length, width, width, length * (length + 1) / 2, dtype, bool(backward))
         name = f"{dtype} head {width}, {'backward' if backward else 'forward'}"
@@ -191,22 +188,24 @@ def _attention(axis: Any, profile: GpuProfile, samples: Sequence[Sample]) -> Non
 
 
 def _traffic(axis: Any, profile: GpuProfile, samples: Sequence[Sample]) -> None:
-    timed = usable(samples, Pointwise)
+    timed = usable(samples, Pointwise, held_out=None)
     for colour, form in zip(COLOURS, sorted({s.form for s in timed}), strict=False):
         part = sorted((s for s in timed if s.form == form), key=lambda s: s.operation.bytes)
-        rates = [s.operation.bytes / s.seconds for s in part]
-        axis.plot([s.operation.bytes for s in part], rates, "o-", color=colour, markersize=4, linewidth=0.9, label=form)
+        sizes = [s.operation.bytes for s in part]
+        axis.plot(sizes, [size / s.seconds for s, size in zip(part, sizes, strict=True)], color=colour, linewidth=0.9, label=form)
+        _points(axis, part, sizes, colour)
     axis.axhline(profile.memory_bytes_per_second, color=INK, linestyle="--", linewidth=1, label="used for pointwise work")
     axis.set_xscale("log", base=2)
     axis.set(title="Memory traffic", xlabel="bytes moved", ylabel="bytes/s", ylim=(0, None))
     _ticks(axis.xaxis, _size, base=2)
     axis.yaxis.set_major_formatter(_rate)
-    axis.legend(loc="best", ncols=2)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
 
 def plot_links(link: Link, samples: Sequence[Sample], path: str | Path) -> None:
     """Seconds by message size, a panel a collective: points with their quartiles, the fitted curve a group size, and one group
-    alone where it was measured."""
+    alone where it was measured. Raises as ``check_picture``."""
+    check_picture(path := Path(path))
     plt = _pyplot()
     curves = fitting.by_curve(samples)
     kinds = sorted({kind for kind, _ in curves})

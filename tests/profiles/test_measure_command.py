@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 import cli
 from profiles.errors import AxisplanError, InputError
+from profiles.fit import Errors
 from profiles.hardware import load_gpu
-from profiles.measure import fitting
-from profiles.measure.against import differences
 from profiles.measure.gpu import FEWEST_JUDGES, GpuMeasurement
+from profiles.measure.judging import differences
 from profiles.measure.plots import check_picture
 from profiles.measure.samples import Sample
 from profiles.measure.timing import LEAST_OVERTIME_SECONDS, OVERTIME, overtime
@@ -83,7 +83,7 @@ def test_a_short_budget_may_be_exceeded_until_a_fit_is_possible() -> None:
 
 def test_a_profile_that_few_shapes_judge_is_said_to_be_rough() -> None:
     def judged(count: int) -> GpuMeasurement:
-        errors = {f"matmul {dtype}": fitting.Errors(0.1, 0.2, count) for dtype in H200.matmul}
+        errors = {f"matmul {dtype}": Errors(0.1, 0.1, 0.2, 1.0, count) for dtype in H200.matmul}
         return GpuMeasurement([], {}, profile=H200, held_out=errors)
 
     assert judged(FEWEST_JUDGES).rough == ""

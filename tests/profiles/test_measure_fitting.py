@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -9,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from planner.screen_measured import show_errors, show_links
 from profiles.errors import InputError
 from profiles.hardware import MatmulCurve
-from profiles.measure import fitting, plan, summary
+from profiles.measure import fitting, judging, plan
 from profiles.measure.gpu import GpuMeasurement
 from profiles.measure.links import LinkMeasurement, contention
 from profiles.measure.samples import Sample, load_samples, save_samples
+from profiles.measure.timing import Noise
 from profiles.operations import Attend, Collective, Pointwise, wire_bytes
 
 FACTS: dict[str, Any] = {
@@ -46,7 +51,10 @@ def other_samples() -> list[Sample]:
         for form, rate in rates.items()
         for size in (1 << 21, 1 << 23, 1 << 25)
     ]
-    for s in islice(plan.attentions("fp32", plan.Bounds(64, 4096, 5e9, 1e9), head_dims=(64,), longest=4096), 12):
+    samples += [
+        replace(s, operation=Pointwise(1 << 24, 1), seconds=2e-5 + (1 << 24) / rates[s.form], held_out=True) for s in samples[::3]
+    ]
+    for s in islice(plan.attentions("fp32", plan.Bounds(64, 4096, 5e9, 1e9), head_dims=(64,), longest=4096), 20):
         op = s.operation
         forward = 1e-5 + op.flops / (2.5 if op.backward else 1.0) / 2.5e10 * (1 + 200 / (op.q_len + 1))
         samples.append(replace(s, seconds=forward * (2.2 if op.backward else 1.0)))
@@ -55,7 +63,7 @@ def other_samples() -> list[Sample]:
 
 def test_a_known_curve_is_found_again_with_its_weight_gradient_ratio() -> None:
     profile = fitting.gpu_profile(product_samples() + other_samples(), FACTS)
-    errors = fitting.held_out_errors(profile, product_samples())
+    errors = judging.held_out_errors(profile, product_samples(), FACTS)
     assert errors["matmul fp32"].median < 0.02
     assert errors["matmul fp32"].count > 10
     assert profile.facts.weight_gradient_ratio.value == pytest.approx(RATIO, rel=0.05)
@@ -65,7 +73,7 @@ def test_a_known_curve_is_found_again_with_its_weight_gradient_ratio() -> None:
 
 def test_noise_of_ten_percent_leaves_the_fit_well_within_it() -> None:
     profile = fitting.gpu_profile(product_samples(0.1) + other_samples(), FACTS)
-    assert fitting.held_out_errors(profile, product_samples())["matmul fp32"].median < 0.08
+    assert judging.held_out_errors(profile, product_samples(), FACTS)["matmul fp32"].median < 0.08
 
 
 def test_a_cpu_process_is_named_so_that_its_launches_count() -> None:
@@ -106,7 +114,7 @@ def test_failed_candidates_are_left_out() -> None:
     samples = product_samples()
     failed = [replace(s, seconds=0.0, failed="out of memory") for s in samples[:5]]
     profile = fitting.gpu_profile(failed + samples[5:] + other_samples(), FACTS)
-    assert fitting.held_out_errors(profile, samples)["matmul fp32"].median < 0.02
+    assert judging.held_out_errors(profile, samples, FACTS)["matmul fp32"].median < 0.02
 
 
 def link_samples(kind: str = "all_reduce", ranks: int = 4, groups: int = 1, slower: float = 1.0) -> list[Sample]:
@@ -164,25 +172,61 @@ def test_another_file_is_not_taken_for_samples(tmp_path: Path, text: str) -> Non
         load_samples(tmp_path / "s.json")
 
 
-def test_the_summary_of_a_measurement_says_how_well_it_fits_and_what_failed() -> None:
+def test_every_kind_of_operation_is_judged_on_what_it_was_not_fitted_to() -> None:
     samples = product_samples() + other_samples()
     profile = fitting.gpu_profile(samples, FACTS)
+    judged = judging.held_out_errors(profile, samples, {**FACTS, "launch_judge_seconds": 1.6e-5})
+    assert set(judged) == {"matmul fp32", "attention forward fp32", "attention backward fp32", "memory traffic", "launch"}
+    assert judged["attention forward fp32"].median < 0.1
+    assert judged["attention backward fp32"].median < 0.1
+    assert judged["memory traffic"].median == pytest.approx(0.0, abs=0.1)
+    assert judged["launch"].median == pytest.approx(0.25)
+    slower = [replace(s, seconds=2 * s.seconds) if s.held_out else s for s in samples]
+    assert judging.held_out_errors(profile, slower, FACTS)["memory traffic"].ratio == pytest.approx(0.5, abs=0.05)
+    assert judging.held_out_errors(profile, slower, FACTS)["attention forward fp32"].ratio == pytest.approx(0.5, abs=0.05)
+
+
+def test_what_is_held_out_changes_no_curve() -> None:
+    samples = product_samples() + other_samples()
+    spoiled = [replace(s, seconds=100 * s.seconds) if s.held_out else s for s in samples]
+    assert fitting.gpu_profile(spoiled, FACTS) == fitting.gpu_profile(samples, FACTS)
+
+
+def test_repeats_spread_by_kind_of_operation() -> None:
+    timed = [replace(s, low=0.9 * s.seconds, high=1.1 * s.seconds) for s in product_samples()]
+    quiet = [replace(s, low=s.seconds, high=s.seconds) for s in link_samples()]
+    failed = replace(timed[0], failed="out of memory")
+    assert judging.spreads([*timed, *quiet, failed]) == {"all_reduce over 4": 0.0, "matmul fp32": pytest.approx(0.2)}
+
+
+def shown(show: Any, measured: Any) -> str:
+    out = Console(file=io.StringIO(), width=160)
+    show(out, measured)
+    return " ".join(out.file.getvalue().split())  # type: ignore[attr-defined]
+
+
+def test_the_screen_says_how_well_each_kind_fits_what_failed_and_which_was_noisy() -> None:
+    samples = [replace(s, low=0.8 * s.seconds, high=1.2 * s.seconds) for s in product_samples()] + other_samples()
+    profile = fitting.gpu_profile(samples, FACTS)
     failed = [replace(samples[0], seconds=0.0, failed="out of memory")]
-    measured = GpuMeasurement(samples + failed, FACTS, profile, fitting.held_out_errors(profile, samples))
-    rows = dict(summary.gpu_rows(measured))
-    assert "held-out shapes: median 0 %" in rows["products, fp32"]
-    assert rows["launch"] == "20 us"
-    assert rows["not measured"] == "1: fp32 256 x 256 x 256: out of memory"
-    assert rows["noise"].startswith("quiet machine")
-    assert dict(summary.gpu_rows(GpuMeasurement([], {}, interrupted=True)))["fit"] == "none: interrupted after 0 samples"
+    measured = GpuMeasurement(samples + failed, FACTS, profile, judging.held_out_errors(profile, samples, FACTS))
+    text = shown(show_errors, measured)
+    assert re.search(r"matmul fp32 0\.\d % \d\.\d % \d+ 40\.0 % noisy", text)
+    assert "memory traffic" in text
+    assert "attention backward fp32" in text
+    assert "not measured" in text
+    assert "out of memory" in text
+    assert "quiet machine" in text
+    assert "NOISY machine" in shown(show_errors, replace(measured, noise=Noise(0.4)))
 
 
-def test_the_summary_of_links_has_a_row_for_each_curve() -> None:
+def test_the_screen_of_links_has_a_row_for_each_curve() -> None:
     samples = link_samples()
     link, errors = fitting.link(samples, FACTS)
-    rows = dict(summary.link_rows(LinkMeasurement(samples, FACTS, link, errors, {"tp": 1.5})))
-    assert rows["all-reduce over 4"].startswith("200 us + 1.5 GB/s; error on 8 held-out sizes: median 0 %")
-    assert rows["contention, tp"].startswith("1.50 x")
+    text = shown(show_links, LinkMeasurement(samples, FACTS, link, errors, {"tp": 1.5}))
+    assert "all-reduce over 4 200 us 1.50 GB/s" in text
+    assert "all-reduce over 4 0.0 % 0.0 % 8" in text
+    assert "tp x 1.50" in text
 
 
 def test_contention_is_all_groups_at_once_over_one_alone() -> None:
