@@ -48,9 +48,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         "train.json": transformers_trainer.settings_file(plan, settings),
         "train.py": fill("train-accelerate.py.txt"),
     }
-    notes = [*transformers_trainer.NOTES, "`accelerate launch --config_file accelerate.yaml train.py` starts the same job."]
-    if layout.tp > 1:
-        notes.append("With TP, transformers loads the shards from weights: MODEL must hold them, not only a configuration.")
+    weights = ("With tp, MODEL must hold weights, not only a configuration.",) if layout.tp > 1 else ()
     variables = [Variable(name, value, REASONS[name]) for name, value in exported(document).items()]
     return Program(
         target="accelerate",
@@ -58,7 +56,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         files=files,
         environment=(*environment.shared(plan, "accelerate"), *variables),
         needs=transformers_trainer.needs(plan),
-        notes=tuple(notes),
+        notes=(*transformers_trainer.NOTES, *weights),
     )
 
 

@@ -27,4 +27,5 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         files={"train.json": json.dumps(train, indent=1) + "\n"},
         environment=tuple(environment),
         executable="axisplan",
+        starter=("worker", "start"),
     )

@@ -114,6 +114,8 @@ class Program:
     notes: tuple[str, ...] = ()
     log: str = "log.txt"
     """Where the README says to keep what the program prints."""
+    starter: tuple[str, ...] = ()
+    """Words after ``executable`` of the command that starts torchrun and looks after it; none: launch.sh becomes torchrun."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,7 @@ def launch_script(plan: Plan, program: Program) -> str:
         needs=needs(program.needs),
         environment="\n".join(v.shell() for v in program.environment),
         torchrun=_torchrun(program.executable),
+        starter=" ".join(['"${executable}"', *map(quote, program.starter)]) if program.starter else "",
         rendezvous=_rendezvous(nodes),
         words="\n".join("  " + " ".join(w.shell() for w in line) for line in lines(_words(program))),
     )

@@ -28,19 +28,13 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         "train.json": transformers_trainer.settings_file(plan, settings),
         "train.py": fill("train-deepspeed.py.txt"),
     }
-    notes = [*transformers_trainer.NOTES]
-    if layout.tp > 1:
-        notes.append(
-            "ds_config.json has no train_batch_size: beside AutoTP DeepSpeed checks it against all GPUs instead of GPUs / TP. "
-            f"It is {job.global_batch}."
-        )
     return Program(
         target="deepspeed",
         words=transformers_trainer.words(),
         files=files,
         environment=environment.shared(plan, "deepspeed"),
         needs=transformers_trainer.needs(plan),
-        notes=tuple(notes),
+        notes=transformers_trainer.NOTES,
     )
 
 

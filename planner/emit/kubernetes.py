@@ -58,10 +58,8 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     space = f" -n {options['namespace']}" if options["namespace"] else ""
     start = f"kubectl create configmap {name}-files --from-file=.{space} && kubectl apply -f trainjob.yaml"
     notes = (
-        f"Run it in this folder; the pods find its files in {FOLDER}. With the training operator v1 apply pytorchjob.yaml instead.",
-        "Pods must land one on a node, with the node's GPUs whole; node ranks are the operator's pod numbers.",
-        "Keep what the pod of node 0 prints, for the comparison below: `kubectl logs POD > log.txt`.",
-        "Add --check to the arguments for a run that measures nodes and links instead of training.",
+        "Run it in this folder (training operator v1: pytorchjob.yaml), a pod a node with its GPUs whole; `kubectl logs POD > log.txt` "
+        "keeps node 0's output.",
     )
     return Launch(files, start, notes=notes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from cost_models.layout import pairs
@@ -29,25 +30,25 @@ def cell(text: str) -> str:
 
 
 def readme(plan: Plan, program: Program, start: Launch) -> str:
-    """What this is, the plan in a table, how to start, what to expect, how to compare."""
+    """Ten lines: the plan in a table, what this is, how to start, what to expect, how to compare."""
     job, estimate = plan.job(), plan.estimate
     worst = max(estimate["memory"], key=lambda s: s["device"])
-    rows = ["| key | value |", "|---|---|", *(f"| {key} | {cell(value)} |" for key, value in pairs(plan.layout_text))]
+    said = list(pairs(plan.layout_text))
     proof = "proved fastest" if plan.certificate.proved else f"within {100 * plan.certificate.gap:.2g} % of the proven bound"
     made = plan.execution.get("name", "axisplan")
-    gpus = f"{job.cluster.gpus} x {job.cluster.gpu.name}"
     needs = [f"Set {code(need.name)} to {need.what} (e.g. {code(need.example)})." for need in program.needs]
-    notes = [*needs, *program.notes, *start.notes]
     return fill(
         "readme.md",
-        title=comment(f"{plan.model['name']} with {program.target}"),
-        summary=(
-            f"Trains {code(str(plan.model['name']))} on {gpus}: {job.global_batch} sequences of {job.seq_len} tokens a step, in "
-            f"{job.precision}; the layout is {proof} under axisplan's cost model (execution {made})."
+        title=comment(f"{plan.model['name']} with {program.target} on {job.cluster.gpus} x {job.cluster.gpu.name}"),
+        keys=_row(key for key, _ in said),
+        rule="|" + "---|" * len(said),
+        values=_row(cell(value) for _, value in said),
+        what=(
+            f"trains {code(str(plan.model['name']))}, {job.global_batch} sequences of {job.seq_len} tokens a step, in {job.precision}; "
+            f"the layout is {proof} under axisplan's cost model (execution {made})"
         ),
-        table="\n".join(rows),
         start=start.start,
-        notes="".join(f"* {comment(note)}\n" for note in notes),
+        notes=comment(" ".join([*needs, *program.notes, *start.notes])),
         expected=(
             f"{seconds(estimate['step_seconds'])} a step (80 % interval {seconds(estimate['step_seconds_low'])} to "
             f"{seconds(estimate['step_seconds_high'])}), {gib(worst['device'])} on the fullest rank (stage {worst['stage']})"
@@ -55,3 +56,7 @@ def readme(plan: Plan, program: Program, start: Launch) -> str:
         version=plan.axisplan,
         log=start.log or program.log,
     )
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -30,10 +30,7 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     """``task.yaml``. Raises InputError for an option, or a GPU that SkyPilot's catalogue has no known name for."""
     options = read_options(settings.options, takes(program))
     files = {"task.yaml": manifest(title(plan), task(plan, program, options))}
-    notes = (
-        "Run it in this folder: it is the task's workdir. SkyPilot numbers the nodes; node 0 is the first of its list.",
-        "To measure nodes and links instead of training, end the task's run with `launch.sh --check`.",
-    )
+    notes = ("Run it in this folder, the task's workdir.",)
     return Launch(files, "sky launch task.yaml", notes=notes)
 
 

@@ -60,8 +60,8 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     files = {"job.sbatch": job, "node.sh": fill("node.sh"), "places.awk": fill("places.awk")}
     arguments = " ".join(program.arguments)
     notes = (
-        "Submit it from this folder. The job stops before training when a node is missing, has too few GPUs, or a "
-        "tensor-parallel group would leave its node; the log then has the map of ranks.",
+        "Submit it from this folder; it stops before training, with the map of ranks, when a node is missing or has too few GPUs, or a "
+        "tensor-parallel group would leave its node.",
     )
     start = f"sbatch job.sbatch {arguments}".strip()
     return Launch(files, start, executable=("job.sbatch", "node.sh"), notes=notes, log=f"{name}-JOBID.log")

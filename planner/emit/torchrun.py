@@ -20,4 +20,4 @@ def launch(plan: Plan, program: Program, settings: EmitSettings) -> Launch:
     if nodes == 1:
         return Launch({}, here)
     start = f"NODE_RANK=<0..{nodes - 1}> MASTER_ADDR=<address of node 0> {here}"
-    return Launch({}, start, notes=("Start it on every node, node k of your list with NODE_RANK k: that fixes the rank order.",))
+    return Launch({}, start, notes=("Start it on every node, node k of your list with NODE_RANK k.",))

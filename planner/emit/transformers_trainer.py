@@ -49,7 +49,4 @@ def words() -> tuple[Word, ...]:
     return (in_folder("train.py"),)
 
 
-NOTES = (
-    "train.py is complete and short; to train with a script of your own, name it in launch.sh and keep the configuration beside it.",
-    "Data are token ids in .npy files (--data FILE.npy when emitting); none: random tokens.",
-)
+NOTES = ("Without --data FILE.npy (token ids) when emitting, it trains on random tokens.",)

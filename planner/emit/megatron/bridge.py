@@ -95,7 +95,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         environment=environment,
         needs=(CHECKOUT,),
         arguments=(f"train.train_iters={settings.steps}",),
-        notes=("Trains on made-up tokens unless --data named a prefix.",) if not settings.data else (),
+        notes=("It trains on made-up tokens unless emitted with --data PREFIX.",) if not settings.data else (),
     )
 
 

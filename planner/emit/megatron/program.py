@@ -78,9 +78,7 @@ def training_flags(job: Job, settings: EmitSettings) -> Flags:
 def _notes(job: Job, settings: EmitSettings) -> tuple[str, ...]:
     notes = []
     if not settings.data:
-        notes.append(
-            "Trains on made-up tokens (--mock-data); for real data emit again with --data PREFIX and --set tokenizer=NAME."
-        )
+        notes.append("It trains on made-up tokens unless emitted with --data PREFIX and --set tokenizer=NAME.")
     if job.model.notes:
-        notes.append(f"Of the model: {'; '.join(job.model.notes)}")
+        notes.append(f"Of the model: {'; '.join(job.model.notes)}.")
     return tuple(notes)

@@ -10,6 +10,7 @@ $environment
 
 $torchrun
 $rendezvous
+starter=($starter)
 worker=(
 $words
 )
@@ -18,5 +19,6 @@ if [ "$${1:-}" = --check ]; then
   shift
   checker=$$(command -v axisplan) || { echo "launch.sh: --check needs axisplan on PATH, on every node" >&2; exit 1; }
   worker=(--no-python "$$checker" worker check "$$here/plan.json")
+  starter=()
 fi
-exec "$$torchrun" --nnodes $nodes --nproc-per-node $per_node "$${rendezvous[@]}" "$${worker[@]}" "$$@"
+exec $${starter[@]+"$${starter[@]}"} "$$torchrun" --nnodes $nodes --nproc-per-node $per_node "$${rendezvous[@]}" "$${worker[@]}" "$$@"

@@ -28,7 +28,7 @@ SCHEDULES = {
 BACKENDS = {"alltoall": "standard", "deepep": "deepep", "hybridep": "hybridep"}
 ASSETS = Need(
     "HF_ASSETS_PATH",
-    "the folder of the model's tokenizer (and weights), as torchtitan's download script makes it",
+    "the folder of the model's tokenizer, as torchtitan's download script makes it",
     "./assets/hf/NAME",
 )
 __all__ = ["OPTIONS", "program"]
@@ -45,13 +45,9 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         *shared(plan, "torchtitan", cuda_graphs=job.execution.graphs != "none"),
     )
     words = ("-m", "torchtitan.train", "--module", MODULE, "--config", "train")
-    notes = [
-        f"Written for torchtitan {release.title}; field names differ between releases: emit with --set release=0.3 or release=main."
-    ]
+    notes = [f"Written for torchtitan {release.title} (--set release=0.3 or main)."]
     if layout.offload:
-        notes.append(
-            "TorchTitan's offload moves parameters and gradients with the optimizer state; the prediction is for the states alone."
-        )
+        notes.append("Its offload moves parameters and gradients too; the prediction is for the optimizer's state alone.")
     return Program(
         target="torchtitan",
         words=tuple(Word(w) for w in words),
