@@ -83,17 +83,27 @@ def profile_gpu(
         raise KeyboardInterrupt
 
 
-@profile.command("links", cls=Examples, example="axisplan profile links --processes 4 --layout tp=2,pp=2", context_settings=CONTEXT)
+LINKS_EXAMPLE = """axisplan profile links --processes 4 --layout tp=2,pp=2
+axisplan profile links --processes 2 --kinds all_reduce,broadcast"""
+
+
+@profile.command("links", cls=Examples, example=LINKS_EXAMPLE, context_settings=CONTEXT)
 @measuring
 @plot_option
 @click.option("--layout", metavar="LAYOUT", help="Measure the groups of each axis of this layout (default: every group size).")
+@click.option(
+    "--kinds", metavar="KIND,...", help="Only these: all_reduce, all_gather, reduce_scatter, all_to_all, send_recv, broadcast."
+)
 @as_json
 def profile_links(
-    device: str, processes: int | None, seconds: float, out: Path | None, plot: Path | None, layout: str | None, as_json: bool
-) -> None:
-    """Every collective over groups of processes, by message size, several groups at once included."""
+    device: str, processes: int | None, seconds: float, out: Path | None, plot: Path | None, layout: str | None, kinds: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Every collective over groups of processes, by message size: one group alone, all groups of an axis at once, and with --layout
+    every two axes at once (contention)."""
     from cost_models.layout import Layout
     from planner import screen, screen_measured
+    from profiles.links import KINDS
     from profiles.measure.gpu import check, workers
     from profiles.measure.links import measure_links
     from profiles.measure.plots import check_picture, plot_links
@@ -107,7 +117,10 @@ def profile_links(
         axes = {axis: list(chosen.groups(axis)) for axis in names} or None
     terminal = screen.console(stderr=as_json)
     with screen.progress(terminal, "measuring links") as show:
-        measured = measure_links(axes, processes=processes, device=device, budget_seconds=seconds, progress=show)
+        chosen_kinds = kinds.replace("-", "_").replace(" ", "").split(",") if kinds else KINDS
+        measured = measure_links(
+            axes, processes=processes, device=device, kinds=chosen_kinds, budget_seconds=seconds, progress=show
+        )
     if measured is None:
         return
     if as_json:

@@ -209,8 +209,8 @@ def no_link(source: str) -> Link:
 
 
 def by_curve(samples: Sequence[Sample]) -> dict[tuple[str, int], list[Sample[Collective]]]:
-    """Samples by (collective, group size), of each axis those with most groups at once."""
-    timed = usable(samples, Collective)
+    """Samples by (collective, group size), of each axis those with most groups at once and no other axis beside them."""
+    timed = [s for s in usable(samples, Collective) if not s.beside]
     most: dict[str, int] = {}
     for s in timed:
         axis = s.operation.axis

@@ -23,7 +23,7 @@ def kind_of(sample: Sample) -> str:
     if isinstance(op, Attend):
         return f"attention {'backward' if op.backward else 'forward'} {op.dtype}"
     if isinstance(op, Collective):
-        return f"{op.kind} over {sample.ranks}"
+        return f"{op.kind} over {sample.ranks}" + (f", {op.axis} and {sample.beside} at once" if sample.beside else "")
     return f"memory {sample.form}"
 
 

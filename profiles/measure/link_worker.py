@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ MEMORY_SHARE = 0.2
 
 def measure_here(
     device: torch.device, together: Together, *, report: Report, axes: Mapping[str, Groups], kinds: Sequence[str],
-    sizes: Sequence[int], budget_seconds: float, alone: bool = True,
+    sizes: Sequence[int], budget_seconds: float, alone: bool = True, pairs: Sequence[Sequence[str]] = (),
 ) -> None:  # fmt: skip
     """Measures in step with the other workers of the default process group; rank 0's records go to ``report``."""
     report(
@@ -49,19 +50,19 @@ def measure_here(
     made = {
         name: [dist.group.WORLD if list(g) == world else dist.new_group(list(g)) for g in groups] for name, groups in axes.items()
     }
-    plan = list(candidates(axes, kinds, sizes, alone=alone))
+    plan = list(candidates(axes, kinds, sizes, alone=alone, pairs=pairs))
     wire = _Wire(device, together)
     start = wire.clock.now()
-    reached: dict[tuple[str, str, int], tuple[float, float]] = {}
-    counts: Counter[tuple[str, str, int]] = Counter()
+    reached: dict[tuple[str, str, str, int], tuple[float, float]] = {}
+    counts: Counter[tuple[str, str, str, int]] = Counter()
     for index, sample in enumerate(plan):
         op = sample.operation
         assert isinstance(op, Collective)
-        curve = (op.axis, op.kind, sample.groups)
+        curve = (op.axis, sample.beside, op.kind, sample.groups)
         bytes_before, seconds_before = reached.get(curve, (op.bytes, 0.0))
         spent = wire.clock.now() - start
         left = budget_seconds - spent
-        open_ = left > 0 or (counts[curve] < FEWEST_SIZES and spent < overtime(budget_seconds))
+        open_ = left > 0 or (not sample.beside and counts[curve] < FEWEST_SIZES and spent < overtime(budget_seconds))
         expected = seconds_before + max(op.bytes - bytes_before, 0) * _slope(bytes_before, seconds_before)
         share = max(min(budget_seconds / len(plan), 3 * left / (len(plan) - index)), 0.0)
         go, share = together.gather(
@@ -69,7 +70,7 @@ def measure_here(
         )[0]
         if not go:
             continue
-        done = wire.time(sample, axes[op.axis], made[op.axis], share)
+        done = wire.time(sample, axes, made, share)
         if not done.failed:
             counts[curve] += 1
             if op.bytes >= bytes_before:
@@ -83,9 +84,20 @@ def _slope(size: float, seconds: float) -> float:
     return seconds / size if size >= 1 << 20 else min(seconds / size, 5e-9)
 
 
-def candidates(axes: Mapping[str, Groups], kinds: Sequence[str], sizes: Sequence[int], *, alone: bool = True) -> Iterator[Sample]:
+PAIRED = (1 << 20, 1 << 26)
+"""Smallest and largest message of two axes at once: latency does not contend, and larger ones say the same in more time."""
+
+
+def candidates(
+    axes: Mapping[str, Groups],
+    kinds: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    alone: bool = True,
+    pairs: Sequence[Sequence[str]] = (),
+) -> Iterator[Sample]:
     """What to time, size by size. Point-to-point messages only over the smallest groups. ``alone``: one group of an axis by itself
-    as well as all of them at once."""
+    as well as all of them at once. ``pairs``: axes whose groups also communicate at the same time, in the first of ``kinds``."""
     smallest = min(len(groups[0]) for groups in axes.values())
     for size in in_order(sizes):
         for name, groups in axes.items():
@@ -94,7 +106,11 @@ def candidates(axes: Mapping[str, Groups], kinds: Sequence[str], sizes: Sequence
                 if kind == "send_recv" and ranks > smallest:
                     continue
                 for active in sorted({1, len(groups)} if alone else {len(groups)}, reverse=True):
-                    yield Sample(Collective(kind, name, _whole(size, ranks)), ranks=ranks, stride=stride, groups=active)
+                    yield Sample(Collective(kind, name, whole(size, ranks)), ranks=ranks, stride=stride, groups=active)
+        for first, second in pairs if PAIRED[0] <= size <= PAIRED[1] else ():
+            ranks, groups = len(axes[first][0]), axes[first]
+            op = Collective(kinds[0], first, whole(size, ranks))
+            yield Sample(op, ranks=ranks, stride=groups[0][1] - groups[0][0], groups=len(groups), beside=second)
 
 
 def in_order(sizes: Sequence[int]) -> list[int]:
@@ -108,7 +124,7 @@ def in_order(sizes: Sequence[int]) -> list[int]:
     return [ordered[p] for p in places]
 
 
-def _whole(size: int, ranks: int) -> int:
+def whole(size: int, ranks: int) -> int:
     """``size`` bytes as whole 4-byte elements for each of ``ranks``."""
     return max(1, -(-size // (4 * ranks))) * 4 * ranks
 
@@ -119,18 +135,22 @@ class _Wire:
     def __init__(self, device: torch.device, together: Together) -> None:
         self.device, self.together, self.clock = device, together, clock_of(device)
 
-    def time(self, sample: Sample, groups: Groups, handles: Sequence[Any], budget_seconds: float) -> Sample:
-        """Times the sample in the first ``sample.groups`` groups at once; a repeat lasts as long as its slowest rank."""
-        mine = next((i for i, g in enumerate(groups[: sample.groups]) if self.together.rank in g), None)
-        problem, call = "", None
-        if mine is not None:
-            try:
-                call = collective(sample.operation, list(groups[mine]), handles[mine], self.device)
-            except RuntimeError as error:
-                problem = one_line(error)[:160]
+    def time(self, sample: Sample, axes: Mapping[str, Groups], made: Mapping[str, Sequence[Any]], budget_seconds: float) -> Sample:
+        """Times the sample in the first ``sample.groups`` groups of its axis at once, and in all those of the axis ``beside`` it; a
+        repeat lasts as long as its slowest rank."""
+        op = sample.operation
+        problem, starts = "", []
+        try:
+            starts += self._start(op, axes[op.axis][: sample.groups], made[op.axis])
+            if sample.beside:
+                second = axes[sample.beside]
+                starts += self._start(replace(op, bytes=whole(op.bytes, len(second[0]))), second, made[sample.beside])
+        except RuntimeError as error:
+            problem = one_line(error)[:160]
         problems = [p for p in self.together.gather(problem) if p]
         if problems:
             return replace(sample, failed=problems[0])
+        call = partial(finish, starts) if starts else None
         self._run(call, 1)
         once = max(self.together.gather(self._run(call, 1)))
         calls = max(1, min(1000, int(budget_seconds / REPEATS / max(once, 1e-7))))
@@ -141,34 +161,53 @@ class _Wire:
         slowest = [max(repeat) for repeat in zip(*self.together.gather(times), strict=True)]
         return sample.timed(Timing(tuple(slowest), calls * REPEATS))
 
+    def _start(self, op: Any, groups: Groups, handles: Sequence[Any]) -> list[Start]:
+        """What starts ``op`` in this rank's group, if it is in one."""
+        mine = next((i for i, group in enumerate(groups) if self.together.rank in group), None)
+        return [] if mine is None else [start(op, list(groups[mine]), handles[mine], self.device)]
+
     def _run(self, call: Callable[[], object] | None, calls: int) -> float:
         return self.clock.run(call, calls) if call else 0.0
 
 
+Start = Callable[[], list[Any]]
+"""Begins a collective; what it returns is waited for."""
+
+
+def finish(starts: Sequence[Start]) -> None:
+    """Begins every collective, then waits for all of them."""
+    for work in [work for begin in starts for work in begin()]:
+        work.wait()
+
+
 def collective(op: Any, group: list[int], handle: Any, device: torch.device) -> Callable[[], object]:
-    """The torch call of ``op`` in process group ``handle`` of ranks ``group``, its buffers allocated."""
+    """The call of ``op`` in process group ``handle`` of ranks ``group``, its buffers allocated."""
+    return partial(finish, [start(op, group, handle, device)])
+
+
+def start(op: Any, group: list[int], handle: Any, device: torch.device) -> Start:
+    """What begins ``op`` in process group ``handle`` of ranks ``group``, its buffers allocated."""
     ranks, count = len(group), int(op.bytes) // 4
     full = torch.ones(count, device=device)
     if op.kind == "all_reduce":
         full.zero_()
-        return lambda: dist.all_reduce(full, group=handle)
+        return lambda: [dist.all_reduce(full, group=handle, async_op=True)]
     if op.kind == "broadcast":
-        return lambda: dist.broadcast(full, src=group[0], group=handle)
+        return lambda: [dist.broadcast(full, src=group[0], group=handle, async_op=True)]
     if op.kind == "all_gather":
         part = torch.ones(count // ranks, device=device)
-        return lambda: dist.all_gather_into_tensor(full, part, group=handle)
+        return lambda: [dist.all_gather_into_tensor(full, part, group=handle, async_op=True)]
     if op.kind == "reduce_scatter":
         part = torch.ones(count // ranks, device=device)
-        return lambda: dist.reduce_scatter_tensor(part, full, group=handle)
+        return lambda: [dist.reduce_scatter_tensor(part, full, group=handle, async_op=True)]
     other = torch.empty_like(full)
     if op.kind == "all_to_all":
-        return lambda: dist.all_to_all_single(other, full, group=handle)
+        return lambda: [dist.all_to_all_single(other, full, group=handle, async_op=True)]
     place = group.index(dist.get_rank())
     ahead, behind = group[(place + 1) % ranks], group[(place - 1) % ranks]
 
-    def exchange() -> None:
+    def exchange() -> list[Any]:
         both = [dist.P2POp(dist.isend, full, ahead, group=handle), dist.P2POp(dist.irecv, other, behind, group=handle)]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
+        return list(dist.batch_isend_irecv(both))
 
     return exchange

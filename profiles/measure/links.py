@@ -9,19 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from profiles.errors import AxisplanError, InputError
 from profiles.fit import Errors
 from profiles.hardware import Link
+from profiles.links import KINDS
 from profiles.measure import fitting, judging
 from profiles.measure.gpu import STARTUP_SECONDS, Collector, Progress, check, inside_torchrun, workers
-from profiles.measure.samples import Sample, save_samples
+from profiles.measure.samples import Sample, save_samples, usable
 from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, noise, others_busy
 from profiles.operations import Collective
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = tuple(1 << p for p in range(10, 31, 2))
 """1 KiB to 1 GiB, in steps of four."""
 Groups = Sequence[Sequence[int]]
@@ -88,7 +90,8 @@ def measure_links(
     progress: Progress | None = None,
     threads: int = 1,
 ) -> LinkMeasurement | None:
-    """Measures collectives over the groups of ``axes`` (default: consecutive ranks of every size that divides the world).
+    """Measures collectives over the groups of ``axes`` (default: consecutive ranks of every size that divides the world); of axes that
+    are given, every two also at the same time.
 
     Under torchrun every rank calls this, and rank 0 gets the result (the others None). Elsewhere ``processes`` workers are started
     on this machine. Ctrl-C returns what there is. Raises InputError for impossible groups, kinds or sizes, AxisplanError where a
@@ -99,15 +102,19 @@ def measure_links(
     world = workers(processes, device)
     if world < 2:
         raise InputError("processes", world, "a link needs two", 2)
+    pairs = list(map(list, combinations(axes, 2))) if axes else []
     axes = dict(axes) if axes else default_axes(world)
     check_axes(axes, world)
-    for kind in kinds:
-        if kind not in (*KINDS, "broadcast"):
-            raise InputError("kinds", kind, f"is one of {', '.join((*KINDS, 'broadcast'))}", "all_reduce")
+    for kind in kinds or ("none",):
+        if kind not in KINDS:
+            close = get_close_matches(kind, KINDS, 1)
+            raise InputError("kinds", kind, f"is one of {', '.join(KINDS)}", close[0] if close else "all_reduce")
     if not sizes or min(sizes) < 1:
         raise InputError("sizes", min(sizes, default=0), "message sizes are positive bytes", 1024)
     groups = {name: [list(map(int, g)) for g in gs] for name, gs in axes.items()}
-    job = {"axes": groups, "kinds": list(kinds), "sizes": sorted(set(map(int, sizes))), "budget_seconds": budget_seconds}
+    job = {
+        "axes": groups, "kinds": list(kinds), "sizes": sorted(set(map(int, sizes))), "budget_seconds": budget_seconds, "pairs": pairs,
+    }  # fmt: skip
     collector, others = Collector(progress), others_busy()
     interrupted = False
     try:
@@ -140,17 +147,27 @@ def finish(collector: Collector, *, interrupted: bool, others: float) -> LinkMea
 
 
 def contention(samples: Sequence[Sample], *, smallest: int = 1 << 20) -> dict[str, float]:
-    """By axis: seconds with all groups at once over seconds with one group alone, the mean of messages of ``smallest`` bytes on."""
-    times: dict[tuple[str, str, int], dict[bool, float]] = {}
-    for s in samples:
-        op = s.operation
-        if isinstance(op, Collective) and not s.failed and op.bytes >= smallest:
-            times.setdefault((op.axis, op.kind, int(op.bytes)), {})[s.groups > 1] = s.seconds
+    """How much longer messages of ``smallest`` bytes on take when others communicate at once, the mean over kinds and sizes: by axis,
+    all of its groups at once over one group alone; by two axes, both at once over the longer of the two."""
+    timed = [s for s in usable(samples, Collective) if s.operation.bytes >= smallest]
+    by_itself = [s for s in timed if not s.beside]
     ratios: dict[str, list[float]] = {}
-    for (axis, _, _), by in times.items():
-        if len(by) == 2:
-            ratios.setdefault(axis, []).append(by[True] / by[False])
-    return {axis: sum(r) / len(r) for axis, r in ratios.items()}
+    for s in timed:
+        op = s.operation
+        if s.beside:
+            both = [_nearest(by_itself, axis, op, most=True) for axis in (op.axis, s.beside)]
+            name, others = f"{op.axis} and {s.beside}", [other.seconds for other in both if other]
+            if len(others) == 2:
+                ratios.setdefault(name, []).append(s.seconds / max(others))
+        elif s.groups > 1 and (one := _nearest(by_itself, op.axis, op, most=False)) and one.groups == 1:
+            ratios.setdefault(op.axis, []).append(s.seconds / one.seconds)
+    return {groups: sum(r) / len(r) for groups, r in ratios.items()}
+
+
+def _nearest(samples: Sequence[Sample[Collective]], axis: str, op: Collective, *, most: bool) -> Sample[Collective] | None:
+    """Of an axis, the sample of ``op``'s kind nearest in size, with the most or the fewest groups at once."""
+    own = [s for s in samples if s.operation.axis == axis and s.operation.kind == op.kind]
+    return min(own, key=lambda s: (abs(s.operation.bytes - op.bytes), -s.groups if most else s.groups), default=None)
 
 
 def _measure_inside(device: str, collector: Collector, job: dict[str, Any]) -> None:

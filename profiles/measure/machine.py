@@ -10,6 +10,7 @@ from profiles.catalogue import to_yaml
 from profiles.errors import AxisplanError
 from profiles.files import write_text
 from profiles.hardware import ClusterSpec, Constant, Level
+from profiles.links import KINDS
 from profiles.measure import gpu, links
 from profiles.measure.fitting import no_link, source_of
 from profiles.measure.gpu import Collector, GpuMeasurement, Progress
@@ -70,7 +71,7 @@ def profile_machine(
     job: dict[str, Any] = {"device": device, "gpu": {"dtypes": list(chosen), "budget_seconds": budget_seconds * share}}
     if processes > 1:
         job["links"] = {
-            "axes": links.default_axes(processes), "kinds": list(links.KINDS), "sizes": SIZES[device], "alone": False,
+            "axes": links.default_axes(processes), "kinds": list(KINDS), "sizes": SIZES[device], "alone": False,
             "budget_seconds": budget_seconds * (1 - GPU_SHARE),
         }  # fmt: skip
     others, interrupted = others_busy(), False

@@ -254,4 +254,4 @@ def plot_links(link: Link, samples: Sequence[Sample], path: str | Path) -> None:
 def _alone(sample: Sample, kind: str, ranks: int, most: int) -> bool:
     """A sample of one group by itself where the curve is of ``most`` groups at once."""
     op: Any = sample.operation
-    return bool(op.kind == kind and sample.ranks == ranks and sample.groups == 1 < most)
+    return bool(op.kind == kind and sample.ranks == ranks and sample.groups == 1 < most and not sample.beside)

@@ -23,7 +23,8 @@ class Sample(Generic[Op]):
 
     ``form`` says which kernel stood for it (a matrix product's layout, a pointwise kind). ``held_out`` samples are not fitted but
     judge the fit. ``failed`` holds the reason where there is no time (out of memory, not supported). For a collective: its
-    ``ranks``, the ``stride`` between them, and the ``groups`` that communicated at once.
+    ``ranks``, the ``stride`` between them, the ``groups`` that communicated at once, and the axis ``beside`` it, whose groups did the
+    same at the same time (the time is then that of both).
     """
 
     operation: Op
@@ -36,6 +37,7 @@ class Sample(Generic[Op]):
     ranks: int = 1
     stride: int = 1
     groups: int = 1
+    beside: str = ""
 
     def timed(self, timing: Timing) -> Sample[Op]:
         return replace(self, seconds=timing.seconds, low=timing.low, high=timing.high)

@@ -122,6 +122,14 @@ def test_an_unknown_gpu_to_compare_with_is_refused_before_anything_is_measured(m
     assert "h200" in str(result.exception)
 
 
+def test_a_misspelt_collective_is_answered_with_the_nearest() -> None:
+    result = CliRunner().invoke(
+        cli.cli, ["profile", "links", "--processes", "2", "--device", "cpu", "--kinds", "all_reduce,brodcast"]
+    )
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception).endswith("nearest: broadcast")
+
+
 def test_one_second_gives_a_rough_profile_as_json(tmp_path: Path) -> None:
     code, text = run(
         "profile", "gpu", "--device", "cpu", "--processes", "1", "--seconds", "1", "--dtype", "fp32", "--json", "--against", "cpu",

@@ -232,3 +232,12 @@ def test_the_screen_of_links_has_a_row_for_each_curve() -> None:
 def test_contention_is_all_groups_at_once_over_one_alone() -> None:
     samples = link_samples(ranks=2, groups=1) + link_samples(ranks=2, groups=2, slower=3.0)
     assert contention(samples) == {"axis": pytest.approx(3.0)}
+
+
+def test_contention_of_two_axes_is_both_at_once_over_the_longer_of_them() -> None:
+    tp = [replace(s, operation=replace(s.operation, axis="tp")) for s in link_samples(ranks=2, groups=2)]
+    dp = [replace(s, operation=replace(s.operation, axis="dp"), seconds=2 * s.seconds) for s in tp]
+    both = [replace(s, beside="dp", seconds=5 * s.seconds) for s in tp]
+    assert contention([*tp, *dp, *both]) == {"tp and dp": pytest.approx(2.5)}
+    assert fitting.by_curve([*tp, *both]) == fitting.by_curve(tp)
+    assert judging.kind_of(both[0]) == "all_reduce over 2, tp and dp at once"

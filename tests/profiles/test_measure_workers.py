@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from profiles.errors import AxisplanError
 from profiles.hardware import load_cluster
+from profiles.links import KINDS
 from profiles.measure.launch import run_workers, torchrun_command
 from profiles.measure.layer import measure_layer
 from profiles.measure.links import measure_links
 from profiles.measure.machine import profile_machine
 from profiles.measure.samples import load_samples
+from tests.conftest import AXISPLAN
 
 FOREIGN = "raise SystemExit('a foreign module was imported')\n"
 
@@ -77,7 +80,8 @@ def test_a_machine_of_two_processes_is_measured_and_read_back(
     assert found.links is not None
     assert found.links.link is not None
     assert "all_reduce" in found.links.link.curves
-    assert set(found.links.link.curves) <= {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
+    assert set(found.links.link.curves) <= set(KINDS)
+    assert {s.operation.kind for s in found.links.samples} == set(KINDS)
     assert seen == sorted(seen)
     assert seen[-1] > 0.5
     found.save(tmp_path / "this.yaml")
@@ -140,8 +144,12 @@ def test_groups_along_an_axis_alone_and_at_once() -> None:
     assert found is not None
     timed: set[tuple[Any, ...]] = {(s.operation.axis, s.stride, s.groups) for s in found.samples if not s.failed}
     assert {("tp", 1, 2), ("tp", 1, 1), ("dp", 2, 2), ("dp", 2, 1)} <= timed
-    assert set(found.contention) == {"tp", "dp"}
+    assert set(found.contention) == {"tp", "dp", "tp and dp"}
     assert found.link is not None
+    both = [s for s in found.samples if s.beside]
+    assert {(s.operation.axis, s.beside, s.operation.bytes, s.groups) for s in both} == {("tp", "dp", 1 << 20, 2)}
+    assert all(s.seconds > 0 for s in both)
+    assert [row.ranks for row in found.link.curves["all_reduce"]] == [2]
 
 
 INSIDE = """
@@ -159,6 +167,32 @@ def test_in_a_world_that_torchrun_started_rank_0_has_the_result(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert sorted(done.stdout.splitlines()) == ["RESULT None", "RESULT ['broadcast']"]
+
+
+@pytest.mark.slow
+def test_the_command_under_torchrun_measures_torchruns_world_and_rank_0_writes(tmp_path: Path) -> None:
+    """Whatever ``--processes`` says: the ranks are those that torchrun started."""
+    head = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        str(AXISPLAN),
+    ]
+    given = ["--device", "cpu", "--processes", "4", "--seconds", "3", "--kinds", "all-reduce,broadcast", "--layout", "tp=2"]
+    command = [*head, "profile", "links", *given, "--out", str(tmp_path / "links.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("error of the fit on samples left out") == 1
+    link = yaml.safe_load((tmp_path / "links.yaml").read_text())
+    assert {kind: [row["ranks"] for row in rows] for kind, rows in link["curves"].items()} == {"all_reduce": [2], "broadcast": [2]}
+    samples, facts = load_samples(tmp_path / "links.samples.json")
+    assert (facts["world"], facts["backend"]) == (2, "gloo")
+    assert {s.ranks for s in samples} == {2}
 
 
 @pytest.mark.slow
