@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from cost_models.execution import Execution
 from profiles.errors import InputError
@@ -17,6 +18,18 @@ ADAPTED = ("attention", "mlp", "experts", "shared", "state_space", "mtp")
 PARTS = (*ADAPTED, "embedding", "head", "router", "norm")
 """Parts of a model that may be frozen: ``states.Weight.part``."""
 MAX_RANK = 65536
+
+
+class MeasuredLayer(NamedTuple):
+    """One layer kind on one rank, measured: seconds of a microbatch's forward and backward, bytes kept between them."""
+
+    kind: int
+    tp: int
+    micro_batch: int
+    seq_len: int
+    forward: float
+    backward: float
+    saved_bytes: float
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,8 @@ class Job:
     """The adapters' output is scaled by ``lora_alpha / lora_rank``; 0 = by one. Costs nothing."""
     frozen: tuple[str, ...] = ()
     """Parts of the model (``PARTS``) that are not trained."""
-    measured: tuple[tuple[float, ...], ...] = ()
-    """Layers measured on the machine, which go before analytic prices: the fields of ``cost_models.measured.MeasuredLayer``."""
+    measured: tuple[MeasuredLayer, ...] = ()
+    """Layers measured on the machine, which go before analytic prices (``cost_models.measured``)."""
 
     def __post_init__(self) -> None:
         """Raises InputError for a part that no model has, and for adapters' settings without a rank."""

@@ -13,33 +13,20 @@ divides by tp, are priced as measured, whole, and kept bytes stay the formula's.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cost_models.arrays import where
-from cost_models.job import Job
+from cost_models.job import Job, MeasuredLayer
 from cost_models.layout import Layout, RecomputeRule
 from profiles.model import Moe
 from profiles.operations import Number
 
 
-class MeasuredLayer(NamedTuple):
-    """One layer kind on one rank: seconds of a microbatch's forward and backward, bytes kept between them."""
-
-    kind: int
-    tp: int
-    micro_batch: int
-    seq_len: int
-    forward: float
-    backward: float
-    saved_bytes: float
-
-
 @lru_cache(maxsize=64)
 def _rows(job: Job) -> tuple[MeasuredLayer, ...]:
-    rows = (MeasuredLayer(int(k), int(tp), int(b), int(s), f, back, saved) for k, tp, b, s, f, back, saved in job.measured)
-    return tuple(row for row in rows if row.seq_len == job.seq_len)
+    return tuple(row for row in job.measured if row.seq_len == job.seq_len)
 
 
 def rows_of(job: Job, unit: int | str) -> tuple[MeasuredLayer, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cost_models.job import Job
+from cost_models.job import Job, MeasuredLayer
 from cost_models.layout import Layout
 from cost_models.measured import alone, covers, rows_of
 from cost_models.passes import unit_cost, unit_seconds
@@ -69,7 +69,7 @@ def with_profile(job: Job, path: str | Path) -> Job:
             raise InputError(field, shown, f"layers of a --profile were measured without {why}: leave out one of the two")
     found = matching(profile, job.model, path)
     rows = [
-        (kind, r.tp, r.micro_batch, r.seq_len, r.forward_seconds, r.backward_seconds, r.saved_bytes)
+        MeasuredLayer(kind, r.tp, r.micro_batch, r.seq_len, r.forward_seconds, r.backward_seconds, r.saved_bytes)
         for kind, r in found
         if r.seq_len == job.seq_len and r.dtype == job.precision and r.forward_seconds > 0 and r.backward_seconds > 0
     ]

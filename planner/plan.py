@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cost_models.execution import Execution
-from cost_models.job import Job
+from cost_models.job import Job, MeasuredLayer
 from cost_models.layout import Layout
 from planner.figures import check_figures
 from profiles.errors import AxisplanError, InputError
@@ -134,12 +134,11 @@ class Plan(Record):
 
     def job(self) -> Job:
         """The job it was made for."""
+        settings = {k: _tuples(v) for k, v in self.job_settings.model_dump().items()}
+        settings["measured"] = tuple(MeasuredLayer(*map(int, row[:4]), *row[4:]) for row in self.job_settings.measured)
         return Job(
-            load_model_dump(self.model),
-            load_cluster_dump(self.cluster),
-            load_execution_dump(self.execution),
-            **{k: _tuples(v) for k, v in self.job_settings.model_dump().items()},
-        )
+            load_model_dump(self.model), load_cluster_dump(self.cluster), load_execution_dump(self.execution), **settings,
+        )  # fmt: skip
 
     @property
     def layout_object(self) -> Layout:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import cli
 from cost_models.activations import unit_memory
 from cost_models.bounds import bulk_lower_bounds
-from cost_models.job import Job
+from cost_models.job import Job, MeasuredLayer
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.passes import unit_cost, unit_seconds
 from cost_models.step import estimate
@@ -122,7 +122,7 @@ def with_random_rows(plain: Job, seed: int) -> Job:
                             kept * float(cost.saved_bytes),
                         )
                     )
-    return replace(plain, measured=tuple(rows))
+    return replace(plain, measured=tuple(MeasuredLayer(*row) for row in rows))
 
 
 @pytest.mark.parametrize(
