@@ -22,12 +22,11 @@ import numpy as np
 import yaml
 
 from cost_models import communication, compute, passes, step
-from cost_models.accuracy import fitted_constants
+from cost_models.accuracy import constant_value, fitted_constants
 from cost_models.accuracy_report import short
 from cost_models.compute import architecture
-from cost_models.execution import execution_names, load_execution
+from cost_models.execution import execution_names
 from cost_models.runs import Run, load_runs, read_rows
-from profiles.hardware import load_gpu
 
 NOISE = 0.06
 """Standard deviation of a run's log error that no constant explains."""
@@ -46,23 +45,6 @@ def ancestors(name: str) -> set[str]:
 FAMILY = {name: ancestors(name) for name in execution_names()}
 
 
-def current(place: str) -> float:
-    """The value a constant has now."""
-    kind, _, rest = place.partition(":")
-    name, _, key = rest.rpartition(".")
-    if kind == "kernel":
-        return float(compute.kernel_table()[name][key]["value"])
-    if kind == "products":
-        return float(compute.product_table()[name][key]["value"])
-    if kind == "gpu":
-        return float(getattr(load_gpu(name).facts, key).value)
-    if kind == "activation":
-        return float(compute.UNFUSED_ACTIVATIONS[rest][0])
-    if kind == "execution":
-        return float(getattr(load_execution("megatron" if name == "any" else name), key))
-    return float(getattr(importlib.import_module(name), key))
-
-
 def set_value(place: str, value: float) -> Callable[[Run], Run]:
     """Give a constant another value: tables and modules at once, presets and GPUs by the returned change of a run."""
     kind, _, rest = place.partition(":")
@@ -71,9 +53,6 @@ def set_value(place: str, value: float) -> Callable[[Run], Run]:
         compute.kernel_table()[name][key]["value"] = value
     elif kind == "products":
         compute.product_table()[name][key]["value"] = value
-    elif kind == "activation":
-        forward, backward = compute.UNFUSED_ACTIVATIONS[rest]
-        compute.UNFUSED_ACTIVATIONS[rest] = (value, backward * value / forward)
     elif kind == "code":
         for module in (importlib.import_module(name), passes, step, communication):
             if hasattr(module, key):
@@ -87,7 +66,7 @@ def set_value(place: str, value: float) -> Callable[[Run], Run]:
 
 def with_fact(run: Run, preset: str, fact: str, value: float) -> Run:
     execution = run.job.execution
-    if preset not in FAMILY[execution.name] or getattr(execution, fact) != current(f"execution:{preset}.{fact}"):
+    if preset not in FAMILY[execution.name] or getattr(execution, fact) != constant_value(f"execution:{preset}.{fact}"):
         return run
     return replace(run, job=replace(run.job, execution=execution.with_(**{fact: value})))
 
@@ -103,7 +82,7 @@ def with_gpu(run: Run, gpu: str, fact: str, value: float) -> Run:
 @contextmanager
 def constants(values: dict[str, float]) -> Iterator[Callable[[Run], Run]]:
     """The constants at ``values`` inside the block; yields the change to make to a run."""
-    before = {place: current(place) for place in values}
+    before = {place: constant_value(place) for place in values}
     changes = [set_value(place, value) for place, value in values.items()]
     forget()
 
@@ -139,7 +118,7 @@ def main(path: str, target: str | None) -> None:
     runs = [run for run in load_runs(read_rows(path))[0] if run.judged]
     table = list(fitted_constants())
     places = [entry["place"] for entry in table]
-    now = np.array([current(place) for place in places])
+    now = np.array([constant_value(place) for place in places])
     prior = np.array([float(entry["prior"]) for entry in table])
     width = np.array([(float(entry["high"]) - float(entry["low"])) / 3 for entry in table])
     low, high = (np.array([float(entry[key]) for entry in table]) for key in ("low", "high"))

@@ -8,6 +8,7 @@ and the median over groups keeps a source with many rows from deciding. Layouts 
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import itertools
 import statistics
@@ -20,10 +21,13 @@ from typing import Any
 
 import yaml
 
+from cost_models.compute import kernel_table, product_table
+from cost_models.execution import load_execution
 from cost_models.job import GIB
 from cost_models.runs import Run, Skipped
 from cost_models.step import estimate
 from profiles.errors import InputError
+from profiles.hardware import load_gpu
 
 TELLING = 0.02
 """Runs whose measured times differ by less than this are not ranked: repeats of one configuration differ by 1-2 %."""
@@ -247,6 +251,20 @@ def fitted_constants() -> tuple[dict[str, Any], ...]:
     """The register of constants that were moved to agree with published runs: ``name``, ``place``, ``low``, ``high``, ``prior``."""
     text = (resources.files("cost_models") / "data" / "fitted.yaml").read_text(encoding="utf-8")
     return tuple(yaml.safe_load(text)["fitted"])
+
+
+def constant_value(place: str) -> float:
+    """The value that the constant at a ``place`` of the register has now."""
+    kind, _, rest = place.partition(":")
+    name, _, key = rest.rpartition(".")
+    if kind in ("kernel", "products"):
+        table = kernel_table() if kind == "kernel" else product_table()
+        return float(table[name][key]["value"])
+    if kind == "gpu":
+        return float(getattr(load_gpu(name).facts, key).value)
+    if kind == "execution":
+        return float(getattr(load_execution("megatron" if name == "any" else name), key))
+    return float(getattr(importlib.import_module(name), key))
 
 
 # -- baseline -------------------------------------------------------------------------------------------------------------

@@ -27,13 +27,18 @@ ARCHITECTURES = {
     "hopper": ("h100", "h800", "h200", "h20", "gh200"),
     "blackwell": ("b200", "b300", "gb200", "gb300"),
 }  # fmt: skip
-JITTER = {1: 1.0, 2: 1.1, 4: 1.07, 8: 1.5}
-"""Growth of the launch floor with TP: every process must be ready for every collective, so jitter takes the slowest. From
-vTrain's single-node runs: 3.05 ms a layer at TP 1, 3.35 at TP 2, 3.0-3.45 at TP 4, 4.6-4.8 at TP 8 (modelling-notes.md, 7)."""
+TOGETHER = 1.1
+"""Growth of the launch floor under TP: every process must be ready for every collective, so that jitter takes the slowest. vTrain's
+single-node runs: 3.05 ms a layer at TP 1, 3.35 at TP 2, 3.0-3.45 at TP 4 (modelling-notes.md, 7)."""
+TOGETHER_ACROSS_SOCKETS = 1.5
+"""The same where the processes are those of more than one socket (fitted: 4.6-4.8 ms at TP 8)."""
+SOCKET = 4
+"""GPUs of a node of eight that are behind one socket."""
 UNFUSED_ACTIVATIONS = {"relu2": (2.0, 2.3), "silu": (1.7, 2.0), "gelu": (1.0, 1.0), "clamped_swiglu": (8.7, 9.0)}
 """(forward, backward) bytes of an activation run kernel by kernel over those of one fused kernel: squared ReLU is a ReLU and a
-square; SwiGLU a sigmoid-product and a product; GPT-OSS's clamp, bias, scale and SwiGLU are about 13 passes, 52 and 90 bytes an
-element instead of 6 and 10 (modelling-notes.md section 9: a hypothesis that explains B200 exactly and GB200 half)."""
+square; SwiGLU a sigmoid-product and a product. GPT-OSS's (megatron/core/transformer/moe/experts.py, without bias_activation_fusion;
+bytes an expert-hidden element): bias 8, two clamps 8, x sigmoid(1.702 x) 14, the offset 4, product 6, routing weight to fp32 and back
+12: 52 forward and 90 backward instead of 6 and 10."""
 LOW_PRECISION = ("fp8", "mxfp8", "nvfp4")
 ALIGNMENT = 8
 """16-bit elements of the 16-byte words that tensor-core kernels load (cuBLAS documentation, tensor core usage)."""
@@ -124,7 +129,7 @@ def architecture(gpu: str) -> str:
 
 @cache
 def kernel_table() -> dict[str, Any]:
-    """``data/attention_kernels.yaml``: kernel -> architecture -> {value, origin, source}."""
+    """``data/attention_kernels.yaml``: kernel -> architecture -> {value, origin, source}, and ``relative_to``."""
     text = (resources.files("cost_models") / "data" / "attention_kernels.yaml").read_text(encoding="utf-8")
     table: dict[str, Any] = yaml.safe_load(text)
     return table
@@ -148,7 +153,8 @@ def product_speed(libraries: str, arch: str) -> float:
 def kernel_speed(kernel: str, arch: str) -> float:
     """Speed of an attention kernel relative to the GPU's own attention curve."""
     by_arch = kernel_table()[kernel]
-    return float(by_arch.get(arch, by_arch["other"])["value"])
+    base = kernel_speed(by_arch["relative_to"], arch) if "relative_to" in by_arch else 1.0
+    return base * float(by_arch.get(arch, by_arch["other"])["value"])
 
 
 def with_activation(
@@ -212,11 +218,5 @@ def host_seconds(gpu: GpuProfile, execution: Execution, tp: Number) -> Number:
 
 
 def jitter(tp: Number) -> Number:
-    """``JITTER`` between and beyond its degrees: that of the next measured one."""
-    result: Number = JITTER[1]
-    low = 1
-    for degree, factor in JITTER.items():
-        if degree > 1:
-            result = result + (tp > low) * (factor - JITTER[low])
-            low = degree
-    return result
+    """Growth of the launch floor with TP (a number or an array)."""
+    return 1.0 + (tp > 1) * (TOGETHER - 1.0) + (tp > SOCKET) * (TOGETHER_ACROSS_SOCKETS - TOGETHER)

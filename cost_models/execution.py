@@ -69,8 +69,9 @@ class Execution(TimeFacts):
     """Bytes an element of a linear layer's kept input under an 8-bit or 4-bit precision (2: the 16-bit input is kept)."""
     quantise_bytes: float = 5.0
     """Bytes read and written per element to quantise a linear layer's input (forward) and output gradient (backward)."""
-    accumulate_bytes: float = 2.0
-    """Bytes per weight that adding a weight gradient to its accumulator costs beyond the matrix product, every microbatch."""
+    accumulate_bytes: float = 3.0
+    """Bytes per weight that adding a weight gradient to its accumulator costs beyond the matrix product, every microbatch: of the 8
+    that are read and written, what the product's epilogue does not hide (an estimate that no fit moved: modelling-notes.md section 3)."""
     parallel_is_one_region: bool = True
     """A parallel block (attention beside feed-forward) enters and leaves the TP region once: one gathered input, one reduction of
     both partial sums."""

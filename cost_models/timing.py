@@ -18,8 +18,9 @@ class TimeFacts:
     """Facts about time. Seconds, bytes, or shares between 0 and 1."""
 
     # -- compute --------------------------------------------------------------------------------------------------------
-    pointwise_factor: float = 1.2
-    """Time of pointwise kernels over their counted bytes at the achieved memory rate."""
+    pointwise_factor: float = 1.3
+    """Time of pointwise kernels over their counted bytes at the achieved memory rate (of fused kernels: an estimate that no fit moved,
+    modelling-notes.md section 3)."""
     libraries: str = "current"
     """Generation of cuBLAS and Transformer Engine, where their 8- and 4-bit products differ from the GPU's curve
     (``data/product_speed.yaml``)."""
@@ -30,18 +31,19 @@ class TimeFacts:
 
     # -- host -----------------------------------------------------------------------------------------------------------
     host_layer_seconds: float = 1.05e-3
-    """Host time to launch one pass of one layer; the pass takes the longer of this and its GPU work."""
+    """Host time to launch one pass of one layer; the pass takes the longer of this and its GPU work (fitted: 3.05 ms for the three
+    passes of a layer in vTrain's runs)."""
     graphs: Graphs = "none"
     """CUDA graphs: ``full`` removes the host's part, ``partial`` leaves half of it (experts stay eager)."""
     host_kernel_seconds: float = 8.0e-6
     """Host time of one operation where the device is the host itself (CPU): added to every operation."""
     blocking_launch_seconds: float = 0.0
     """Added to each pass of each layer where every launch blocks (CUDA_LAUNCH_BLOCKING=1)."""
-    moe_sync_seconds: float = 5.0e-4
-    """Added to the forward of each MoE layer: the router's many small kernels, and token counts that the host waits for. Zero with
-    full graphs, and on a CPU."""
-    step_overhead_seconds: float = 0.02
-    """Once a step: data, logging, gradient clipping's synchronisation, learning-rate update."""
+    moe_sync_seconds: float = 8.5e-4
+    """Added to the forward of each MoE layer: the router's many small kernels, capacity masks, and token counts that the host waits
+    for (fitted: ``data/fitted.yaml``). Zero with full graphs, and on a CPU."""
+    step_overhead_seconds: float = 0.012
+    """Once a step: data, logging, gradient clipping's synchronisation, learning-rate update (an estimate that no fit moved: section 3)."""
 
     # -- overlap --------------------------------------------------------------------------------------------------------
     tp_overlap: TpOverlap = "backward"
@@ -84,8 +86,8 @@ class TimeFacts:
     """Rate of an all-to-all of uneven parts over the equal-parts rate, inside a domain."""
     deduplicated_token_seconds: float = 20.0e-9
     """Added to each exchange for each of the rank's tokens by DeepEP and HybridEP: layout of ranks and nodes, notification,
-    conversion of the routing map (preparing alone takes 6 ns on one GB200 rack: hardware/data/gb200_nvl72_moe_alltoall.csv;
-    cases.md C10)."""
+    conversion of the routing map (fitted; preparing alone takes 6 ns on one GB200 rack:
+    hardware/data/gb200_nvl72_moe_alltoall.csv)."""
     deduplicated_efficiency: float = 0.75
     """Rate inside a domain of DeepEP and HybridEP over the equal-parts all-to-all: all copies pass there, remote ones forwarded
     (1.0 within one NVL72 rack: hardware/data/gb200_nvl72_moe_alltoall.csv)."""

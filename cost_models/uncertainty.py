@@ -31,7 +31,7 @@ SHAPES_ERROR, LIBRARIES_ERROR, KERNELS_ERROR = 0.015, 0.05, 0.05
 """Beyond a curve's held-out error: a layer's mix of shapes; the libraries' generation, in 8 and 4 bits (releases of one run
 differ by 2-15 %); the attention kernel's (``data/attention_kernels.yaml``)."""
 OWN_ERROR = 0.025
-"""Relative standard error of a step by itself: repeats of published runs differ by 1-4 %, releases of one by up to 10 %."""
+"""Relative standard error of a step by itself: repeats of one differ by 1-4 %, releases of one by up to 10 %."""
 EIGHTY = NormalDist().inv_cdf(0.9)
 """Standard errors on either side of an 80 % interval."""
 
