@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,10 @@ def pairs_of(name: str, given: tuple[str, ...]) -> dict[str, str]:
 @click.option("--gpus", type=Tokens(), help="GPUs it runs on, where the file does not say.")
 @as_json
 def import_command(file: Path, source: str, gpus: int | None, as_json: bool) -> None:
-    """A configuration that you run today -> a layout, for estimate, check and compare. The file is read, never run."""
+    """A configuration that you run today -> a layout, for estimate, check and compare. The file is read, never run.
+
+    What was not understood or taken from a default is a note; what the target's own parser lets pass and its run does not, a problem.
+    """
     from planner.emit.imported import read_configuration
 
     found = read_configuration(source, file, gpus)
@@ -102,6 +104,8 @@ def import_command(file: Path, source: str, gpus: int | None, as_json: bool) -> 
         return
     for note in found.notes:
         click.echo(f"note: {note}", err=True)
+    for problem in found.problems:
+        click.echo(f"problem: {problem}", err=True)
     click.echo(found.layout_text)
     click.echo(found.next_command(), err=True)
 
@@ -177,6 +181,11 @@ axisplan run plan.json --data tokens --eval-data held-out.txt --eval-every 50 --
     type=click.Path(path_type=Path),
     help="Where metrics and checkpoints (--set checkpoint_every=N; else none) go (default: run/ here, or beside --settings).",
 )
+@click.option(
+    "--device",
+    type=click.Choice(("plan", "cpu", "cuda")),
+    help="What to compute on (default: what the plan is for; cpu runs any plan here, slowly).",
+)
 @click.option("--set", "extra", multiple=True, metavar="KEY=VALUE", help="Any other training setting.")
 @click.option(
     "--restarts",
@@ -198,15 +207,16 @@ def run(
     trace: Path | None,
     runs: Path | None,
     out: Path | None,
+    device: str | None,
     extra: tuple[str, ...],
     restarts: int,
     port: int | None,
     as_json: bool,
 ) -> None:
     """Train a plan on this machine's devices through torchrun: one line a step."""
-    from planner import screen
     from planner.plan import Plan
-    from planner.runtime.launch import launch
+    from planner.runtime.launch import checked, launch, shown
+    from planner.runtime.settings import parser
 
     loaded = Plan.load(plan)
     arguments = ["train", str(plan.resolve())]
@@ -217,6 +227,7 @@ def run(
         ("--trace", trace),
         ("--runs", runs),
         ("--out", out),
+        ("--device", device),
     )
     for name, value in numbers:
         arguments += [name, str(value)] if value is not None else []
@@ -226,14 +237,15 @@ def run(
     for pair in extra:
         arguments += ["--set", pair]
 
-    trained = False
+    folder = checked(parser().parse_args(arguments), alone=True)
+    trained, show = False, shown(as_json)
 
     def record(line: dict[str, Any]) -> None:
         nonlocal trained
         trained = True
-        click.echo(json.dumps(line) if as_json else screen.step_line(line))
+        show(line)
 
-    launch(arguments, loaded.layout_object.world, record, port=port, restarts=restarts)
+    launch(arguments, loaded.layout_object.world, record, log=folder / "workers.log", port=port, restarts=restarts)
     if not trained:
         click.echo("nothing to train: the last checkpoint already has all of --steps", err=True)
 
@@ -311,6 +323,11 @@ def worker(arguments: tuple[str, ...]) -> None:
         from planner.preflight import run as check_cluster
 
         raise click.exceptions.Exit(check_cluster(arguments[1:]))
+    if arguments[:1] == ("start",):
+        from planner.runtime.launch import start
+
+        start(arguments[1:])
+        return
     from planner.runtime.worker import main as work
 
     work(list(arguments))

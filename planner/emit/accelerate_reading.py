@@ -9,6 +9,7 @@ import yaml
 
 from planner.emit.deepspeed_reading import count, section, settings_beside
 from planner.emit.imported import Imported, fill_world
+from planner.emit.let_pass import unread_keys
 from profiles.errors import InputError
 
 STRATEGIES = {
@@ -48,8 +49,11 @@ def read(text: str, where: str, world: int | None) -> Imported:
         raise InputError(
             "distributed_type", kind, "is not read here; import its Megatron-LM arguments with --from megatron", "FSDP"
         )
-    degrees = {k.removeprefix("parallelism_config_"): v for k, v in section(document, "parallelism_config", where).items()}
-    fsdp = {k.removeprefix("fsdp_"): v for k, v in section(document, "fsdp_config", where).items()}
+    sections = {name: section(document, name, where) for name in ("parallelism_config", "fsdp_config")}
+    problems = [problem for name, given in sections.items() for problem in unread_keys("accelerate", name, given)]
+    degrees = {k.removeprefix("parallelism_config_"): v for k, v in sections["parallelism_config"].items()}
+    fsdp = {k.removeprefix("fsdp_"): v for k, v in sections["fsdp_config"].items()}
+    problems += _degrees_are_in_vain(kind, degrees, fsdp)
     values: dict[str, Any] = {"sp": False, "zero": 0}
     for axis in ("tp", "cp", "dp_replicate", "dp_shard"):
         values[axis] = count(degrees, f"{axis}_size", notes) or 1
@@ -87,7 +91,18 @@ def read(text: str, where: str, world: int | None) -> Imported:
         job["seq_len"] = beside["seq_len"]
     if steps := count(beside, "accumulation", notes):
         job["global_batch"] = layout.micro_batch * steps * layout.dp
-    return Imported(execution, layout, job, {}, tuple(notes))
+    return Imported(execution, layout, job, {}, tuple(notes), tuple(problems))
+
+
+def _degrees_are_in_vain(kind: str, degrees: dict[str, Any], fsdp: dict[str, Any]) -> list[str]:
+    """A parallelism_config beside what knows none of its degrees: the launcher's check runs before the YAML is merged."""
+    if not degrees or kind == "DEEPSPEED":
+        return []
+    if kind != "FSDP":
+        return [f"a parallelism_config beside distributed_type {kind} has no effect: its degrees need FSDP with fsdp_version 2"]
+    if str(fsdp.get("version", 1)) != "2":
+        return ["a parallelism_config beside fsdp_version 1 has no effect: its degrees need fsdp_version 2"]
+    return []
 
 
 def _sharding(

@@ -179,7 +179,7 @@ def emit(plan: Plan, target: str, launcher: str, out: Path, settings: EmitSettin
     rule), or a folder that holds other files.
     """
     settings = settings or EmitSettings()
-    launching: Launcher = importlib.import_module(named("--launcher", launcher, LAUNCHERS))  # type: ignore[assignment]
+    launching: Launcher = importlib.import_module(named("--launcher", launcher, LAUNCHERS))
     program = program_of(plan, target, settings)
     of_target: Mapping[str, Option] = getattr(importlib.import_module(TARGETS[target]), "OPTIONS", {})
     refuse_unknown(settings.options, {target: of_target, launcher: launching.takes(program)})
@@ -191,7 +191,7 @@ def emit(plan: Plan, target: str, launcher: str, out: Path, settings: EmitSettin
 
 def program_of(plan: Plan, target: str, settings: EmitSettings) -> Program:
     """What ``target`` runs of the plan. Raises InputError for a name that is not known, or a plan that it cannot run."""
-    module: Target = importlib.import_module(named("--target", target, TARGETS))  # type: ignore[assignment]
+    module: Target = importlib.import_module(named("--target", target, TARGETS))
     return module.program(plan, settings)
 
 

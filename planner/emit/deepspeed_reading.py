@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.emit.imported import Imported, fill_world
+from planner.emit.let_pass import unread_keys
 from profiles.errors import InputError
 
 
@@ -23,6 +24,7 @@ def read(text: str, where: str, world: int | None) -> Imported:
     if not isinstance(document, dict):
         raise InputError("FILE", where, "is not a JSON object")
     notes: list[str] = []
+    problems = unread_keys("deepspeed", "", document)
     zero = section(document, "zero_optimization", where)
     tp = count(section(document, "tensor_parallel", where), "autotp_size", notes) or 1
     sp = count(document, "sequence_parallel_size", notes) or 1
@@ -40,6 +42,11 @@ def read(text: str, where: str, world: int | None) -> Imported:
     if sp > 1:
         values["cp_kind"] = "ulysses"
     experts = section(document, "expert_parallel", where)
+    problems += unread_keys("deepspeed", "expert_parallel", experts)
+    if tp > 1 and total:
+        problems.append(
+            f"train_batch_size beside AutoTP is checked against every GPU instead of GPUs / {tp}, unless an mpu is passed"
+        )
     if experts.get("enabled"):
         values["ep"] = count(experts, "autoep_size", notes) or 1
         if experts.get("comm_backend") == "deepep":
@@ -62,7 +69,7 @@ def read(text: str, where: str, world: int | None) -> Imported:
     layout = fill_world(values, world, where)
     optimizer = section(document, "optimizer", where).get("type")
     if isinstance(optimizer, str):
-        job["optimizer"] = optimizer.lower()
+        job["optimizer"] = {"adam": "adamw"}.get(optimizer.lower(), optimizer.lower())
     if total or steps:
         job["global_batch"] = total or layout.micro_batch * (steps or 1) * layout.dp
     expected = layout.micro_batch * (steps or 1) * layout.dp
@@ -70,7 +77,7 @@ def read(text: str, where: str, world: int | None) -> Imported:
         raise InputError(
             "train_batch_size", total, f"is not micro batch x accumulation x replicas = {expected} on {layout.world} GPUs", expected
         )
-    return Imported("deepspeed", layout, job, {}, tuple(notes))
+    return Imported("deepspeed", layout, job, {}, tuple(notes), tuple(problems))
 
 
 def section(document: dict[str, Any], key: str, where: str) -> dict[str, Any]:

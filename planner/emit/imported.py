@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cost_models.layout import Layout
 from planner.emit.core import named
+from planner.emit.let_pass import broken_rules
 from profiles.errors import InputError
 
 READERS = {
@@ -25,13 +26,15 @@ LARGEST = 4 * 2**20
 @dataclass(frozen=True)
 class Imported:
     """What a configuration says. ``job``: seq_len, global_batch, precision, optimizer where it says so; ``model``: facts of the model's
-    shape (layers, hidden, heads, experts, ... or a name); ``notes``: what was not understood, or taken from a default."""
+    shape (layers, hidden, heads, experts, ... or a name); ``notes``: what was not understood, or taken from a default; ``problems``: what
+    the target's own parser lets pass and its run does not."""
 
     execution: str
     layout: Layout
     job: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def layout_text(self) -> str:
@@ -50,7 +53,7 @@ class Imported:
         """The document of ``axisplan import --json``."""
         return {
             "execution": self.execution, "layout": self.layout_text, "world": self.layout.world, "job": self.job, "model": self.model,
-            "notes": list(self.notes),
+            "notes": list(self.notes), "problems": list(self.problems),
         }  # fmt: skip
 
 
@@ -67,7 +70,7 @@ def read_configuration(source: str, path: Path, world: int | None = None) -> Imp
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("FILE", path, f"cannot be read: {getattr(error, 'strerror', None) or 'not text'}") from None
     found: Imported = module.read(text, str(path), world)
-    return found
+    return replace(found, problems=(*found.problems, *broken_rules(found.execution, found.layout, found.job, found.model)))
 
 
 def fill_world(values: dict[str, Any], world: int | None, where: str) -> Layout:

@@ -30,12 +30,18 @@ def read(text: str, where: str, world: int | None = None) -> Imported:
     layers = said.number("num-layers", 0)
     layout = layout.with_(**pipeline(said, layout, layers))
     layout = layout.with_(recompute=recompute(said, layout, layers))
-    model = {name: said.number(flag) for flag, name in MODEL.items() if flag in flags}
+    model = {name: said.number(flag) for flag, name in MODEL.items() if flag in flags} | latent(said)
     job = {
         "seq_len": said.number("seq-length", 0), "global_batch": said.number("global-batch-size", layout.micro_batch * layout.dp),
         "precision": precision(flags), "optimizer": {"adam": "adamw"}.get(said.text("optimizer", "adam"), said.text("optimizer", "adam")),
     }  # fmt: skip
-    return Imported("megatron", layout, job, model, tuple(said.notes))
+    problems = [
+        *layers_fill_stages(said, layout, layers),
+        *experts_by_layer(said, layers),
+        *recompute_fits(said, layout, layers),
+        *ranks_by_arrival(said),
+    ]
+    return Imported("megatron", layout, job, model, tuple(said.notes), tuple(problems))
 
 
 class Reader:
@@ -78,6 +84,8 @@ def degrees(said: Reader) -> dict[str, Any]:
         "micro_batch": said.number("micro-batch-size", 1), "order": "tp-cp-pp-dp" if said.has("use-tp-pp-dp-mapping") else "tp-cp-dp-pp",
         "etp": said.number("expert-tensor-parallel-size", tp) if moe else 1,
     }  # fmt: skip
+    if said.has("sequence-parallel") and tp == 1:
+        said.notes.append("--sequence-parallel beside tp = 1: Megatron-LM turns it off without a word")
     if moe and not said.has("expert-tensor-parallel-size") and tp > 1:
         said.notes.append(f"--expert-tensor-parallel-size is not given: Megatron-LM takes tp = {tp}")
     out |= context(said, out["cp"])
@@ -215,6 +223,55 @@ def recompute(said: Reader, layout: Layout, layers: int) -> str:
             parts.append(f"{start}-{start + first - 1}:full")
         start += count
     return "/".join(parts) or "none"
+
+
+def latent(said: Reader) -> dict[str, Any]:
+    """Whether attention is latent."""
+    if not said.has("multi-latent-attention"):
+        return {}
+    if not said.has("kv-lora-rank"):
+        said.notes.append("--kv-lora-rank is not given: Megatron-LM's command line takes 32, its configuration class 512")
+    return {"latent": True}
+
+
+# -- what Megatron-LM's parser lets pass (targets.md 1.4; the rest are rules of layouts) -----------------------------------------
+
+
+def layers_fill_stages(said: Reader, layout: Layout, layers: int) -> list[str]:
+    """Virtual stages by their number, which hold as many layers each."""
+    flag = "num-virtual-stages-per-pipeline-rank"
+    if not said.has(flag) or layers % layout.chunks == 0:
+        return []
+    return [
+        f"--{flag} {layout.vpp}: {layers} layers do not divide by pp * it = {layout.chunks}, which Megatron-LM sees when it builds"
+    ]
+
+
+def experts_by_layer(said: Reader, layers: int) -> list[str]:
+    """A pattern of experts of another length than the model."""
+    text = re.sub(r"\s", "", said.text("moe-layer-freq"))
+    lists = re.findall(r"\[([\d,]+)\](?:\*(\d+))?", text)
+    if not lists or not layers:
+        return []
+    length = sum(len(values.split(",")) * int(times or 1) for values, times in lists)
+    return [f"--moe-layer-freq {text} is for {length} layers, the model has {layers}"] if length != layers else []
+
+
+def recompute_fits(said: Reader, layout: Layout, layers: int) -> list[str]:
+    """More layers to recompute than a stage has."""
+    if said.text("recompute-granularity") != "full" or not layers:
+        return []
+    wanted, most = said.number("recompute-num-layers", 1), max(layout.stages or even_split(layers, layout.chunks))
+    return [f"--recompute-num-layers {wanted} is more than the {most} layers of a stage"] if wanted > most else []
+
+
+def ranks_by_arrival(said: Reader) -> list[str]:
+    """torchrun's dynamic rendezvous on several nodes."""
+    if said.text("rdzv-backend") != "c10d" or said.has("node-rank") or said.text("nnodes", "1") == "1":
+        return []
+    return [
+        "torchrun's c10d rendezvous without --node-rank numbers nodes as they arrive: which ranks share a node is left to chance"
+    ]
 
 
 def precision(flags: Flags) -> str:

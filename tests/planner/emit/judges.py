@@ -31,6 +31,7 @@ from cost_models.stage_states import stage_holding
 from planner.emit import accelerate
 from planner.emit.core import TARGETS, EmitSettings, Program, emit, program_of
 from planner.emit.environment import capability
+from planner.legality import read_layout
 from planner.plan import Plan
 
 Answer = dict[str, Any]
@@ -110,7 +111,7 @@ def cases(targets: tuple[str, ...], kind: str, count: int, seed: int) -> Iterato
     streams = [layouts(job, seed + i) for i, (_, job) in enumerate(every)]
     for index in range(count):
         (target, job), stream = every[index % len(every)], streams[index % len(every)]
-        yield Case(target, job, next(stream), index)
+        yield Case(target, job, read_layout(job, next(stream).text()), index)
 
 
 def judged(name: str, kind: str, count: int, seed: int, ask: Ask | None = None) -> Iterator[tuple[str, list[str]]]:
@@ -155,7 +156,8 @@ def axisplan_judge() -> Iterator[Ask]:
 
     def ask(case: Case) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
-            for name, text in {"plan.json": case.plan.text(), **case.program.files}.items():
+            whole = plan_of(case.job, case.layout)
+            for name, text in {"plan.json": whole.text(), **case.program.files}.items():
                 (Path(folder) / name).write_text(text, encoding="utf-8")
             given = parser().parse_args([w.text if not w.base else folder + w.text for w in case.program.words[1:]])
             plan = Plan.load(given.plan)

@@ -31,7 +31,8 @@ def run(out: Path, *arguments: str, node_rank: int = 0) -> subprocess.CompletedP
 
 
 def started(out: Path, *arguments: str, node_rank: int = 0) -> list[str]:
-    """The words that torchrun is given."""
+    """The words that torchrun is given, by launch.sh or by the command that launch.sh becomes (``axisplan worker start torchrun ...``)."""
     done = run(out, *arguments, node_rank=node_rank)
     assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().split("\0")[:-1]
+    words = done.stdout.decode().split("\0")[:-1]
+    return words[words.index("--nnodes") :]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from plans import job_of, plan_of, renamed
+from starts import started
 
 from planner.emit.core import (
     LAUNCHERS,
@@ -66,18 +67,8 @@ def test_a_hostile_name_of_a_model_is_inert(target: str, name: str, tmp_path: Pa
     """launch.sh runs with stand-ins for torchrun and axisplan that print their words: they are the plan's, and nothing else ran."""
     options = {"tokenizer": name} if target.startswith("megatron") else {}
     emit(plan(target, name), target, "torchrun", tmp_path / "launch", EmitSettings(data=(name,), options=options))
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for command in ("torchrun", "axisplan"):
-        (commands / command).write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-        (commands / command).chmod(0o755)
-    env = {"PATH": f"{commands}:{os.environ['PATH']}", "MEGATRON_PATH": "/m", "MEGATRON_BRIDGE_PATH": "/b", "HF_ASSETS_PATH": "/h"}
-    done = subprocess.run(
-        ["bash", str(tmp_path / "launch" / "launch.sh"), "--last", "a b"], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "pwned").exists()
-    words = done.stdout.decode().split("\0")[:-1]
+    words = started(tmp_path / "launch", "--last", "a b")
+    assert not list(tmp_path.rglob("pwned"))
     assert words[-2:] == ["--last", "a b"]
     assert words[:5] == ["--nnodes", "1", "--nproc-per-node", "8", "--standalone"]
     if target == "megatron":
@@ -95,14 +86,7 @@ def test_a_hostile_name_of_a_model_is_inert(target: str, name: str, tmp_path: Pa
 def test_paths_with_spaces_and_quotes_work(tmp_path: Path) -> None:
     folder = tmp_path / "a 'b' $(c)"
     emit(plan("axisplan"), "axisplan", "torchrun", folder, EmitSettings())
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for command in ("torchrun", "axisplan"):
-        (commands / command).write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-        (commands / command).chmod(0o755)
-    env = {"PATH": f"{commands}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", str(folder / "launch.sh")], env=env, capture_output=True, text=True, timeout=60, check=True)
-    assert f"{folder}/plan.json" in done.stdout.split("\0")
+    assert f"{folder}/plan.json" in started(folder)
 
 
 def test_what_the_user_must_set_is_asked_for_by_name(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ exit $code
 """,
     "hostname": '#!/bin/bash\necho "$FAKE_HOST"\n',
     "nvidia-smi": "#!/bin/bash\nfor ((i = 0; i < ${FAKE_GPUS:-8}; i++)); do echo GPU $i; done\n",
-    "axisplan": "#!/bin/bash\n",
+    "axisplan": '#!/bin/bash\n[ "$1 $2" != "worker start" ] || exec "${@:3}"\n',
     "torchrun": '#!/bin/bash\necho "torchrun rank $NODE_RANK master $MASTER_ADDR:$MASTER_PORT $*"\n',
 }
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from plans import job_of, plan_of, renamed
+from starts import started
 
 from planner.emit.core import EmitSettings, emit
 
@@ -24,29 +24,15 @@ def test_torchruns_parser_takes_the_line(tmp_path: Path, target: str, cluster: s
     job = job_of(renamed("llama-3.1-8b", "a $(id) 'b'"), cluster, target)
     out = tmp_path / "a folder"
     emit(plan_of(job, layout), target, "torchrun", out, EmitSettings())
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    for name in ("torchrun", "axisplan"):
-        (bin_folder / name).write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-        (bin_folder / name).chmod(0o755)
-    env = {
-        "PATH": f"{bin_folder}:/usr/bin:/bin",
-        "MODEL": "/models/$(id) x",
-        "NODE_RANK": "1",
-        "MASTER_ADDR": "head",
-        "HOME": os.environ["HOME"],
-    }
     for extra in ([], ["--steps", "7"], ["--check"]):
-        done = subprocess.run(["bash", str(out / "launch.sh"), *extra], env=env, capture_output=True, check=True)
-        words = done.stdout.decode().split("\0")[:-1]
-        arguments = get_args_parser().parse_args(words)
+        arguments = get_args_parser().parse_args(started(out, *extra, node_rank=1 if job.cluster.hosts > 1 else 0))
         config, command, command_words = config_from_args(arguments)
         assert config.min_nodes == config.max_nodes == job.cluster.hosts
         assert config.nproc_per_node == job.cluster.gpus // job.cluster.hosts
         if job.cluster.hosts > 1:
             assert (arguments.node_rank, arguments.master_addr, arguments.master_port) == (1, "head", 29500)
         if extra == ["--check"]:
-            assert (command, command_words) == (str(bin_folder / "axisplan"), ["worker", "check", str(out / "plan.json")])
+            assert (command, command_words) == (str(tmp_path / "bin" / "axisplan"), ["worker", "check", str(out / "plan.json")])
         elif target == "axisplan":
             assert command_words[:3] == ["worker", "train", str(out / "plan.json")]
         else:
