@@ -29,8 +29,6 @@ from profiles.errors import InputError
 
 PREFIX_FIELDS = ("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp")
 SHARD_FIELDS = ("dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload")
-SEARCHED_VPP = 8
-"""Chunks a rank that interleaved schedules are tried up to (a pipeline's bubble then is an eighth), unless vpp is pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +217,16 @@ class Space:
         for ep in divisors(experts) if experts > 1 else [1]:
             if stage % ep or not self.allowed("ep", ep):
                 continue
-            for etp in self._expert_tensor(base.tp) if experts > 1 else [1]:
-                if stage % (ep * etp):
-                    continue
-                if etp > base.tp or width % etp or not self.allowed("etp", etp):
+            for etp in self._expert_tensor(base.tp, stage // ep) if experts > 1 else [1]:
+                if stage % (ep * etp) or width % etp or not self.allowed("etp", etp):
                     continue
                 chosen = _Chosen(**base.__dict__, ep=ep, etp=etp)
                 if self._legal(chosen, known, frozenset(("ep", "etp"))):
                     yield Prefix(base.tp, base.cp, base.cp_kind, base.pp, base.dp, ep, etp, base.sp)
 
-    def _expert_tensor(self, tp: int) -> list[int]:
-        """Degrees of expert tensor parallelism tried: whole experts, or split as the dense layers are; any divisor where it is pinned."""
-        return divisors(tp) if any(w.field == "etp" for w in self.pins) else sorted({1, tp})
+    def _expert_tensor(self, tp: int, ranks: int) -> list[int]:
+        """Degrees of expert tensor parallelism tried: experts are split at most as the dense layers are, unless it is pinned."""
+        return divisors(ranks if any(w.field == "etp" for w in self.pins) else tp)
 
     def _kinds(self, cp: int) -> Iterator[str]:
         if cp == 1:
@@ -263,8 +259,7 @@ class Space:
                 continue
             for schedule in self.schedules(pp):
                 low, high = chunks_of(schedule)
-                most = layers if any(w.field == "vpp" for w in self.pins) else SEARCHED_VPP
-                top = 1 if pp == 1 else min(high or most, max(1, layers // pp))
+                top = 1 if pp == 1 else min(high or layers, max(1, layers // pp))
                 for vpp in range(low if pp > 1 else 1, top + 1):
                     if not self.allowed("vpp", vpp):
                         continue
