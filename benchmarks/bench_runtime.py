@@ -27,7 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from cost_models.layout import Layout
 from planner.runtime.data import Batch
-from planner.runtime.train import Trainer, TrainSettings
+from planner.runtime.settings import TrainSettings
+from planner.runtime.train import Trainer
 from profiles.model import Attention, Layer, Mlp, uniform
 
 HIDDEN, LAYERS, HEADS, KV, FFN, VOCAB, SEQ, BATCH = 256, 4, 8, 4, 704, 512, 256, 8

@@ -105,10 +105,10 @@ def join() -> Any:
     import torch
     import torch.distributed as dist
 
-    from planner.runtime.mesh import backend_of, device_of_rank
+    from planner.runtime.devices import backend_of, device_of_rank
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0", "WORLD_SIZE": "1"}
-    device = device_of_rank(0)
+    device = device_of_rank("cuda" if torch.cuda.is_available() else "cpu", 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend_of(device))
@@ -139,7 +139,8 @@ def one_job(plan: Any, device: Any) -> dict[str, Any]:
     import torch
 
     from planner.runtime.data import Batch
-    from planner.runtime.train import Trainer, TrainSettings
+    from planner.runtime.settings import TrainSettings
+    from planner.runtime.train import Trainer
 
     job, cuda = plan.job(), device.type == "cuda"
     settings = TrainSettings(seq_len=job.seq_len, global_batch=job.global_batch, precision=job.precision)
@@ -310,7 +311,8 @@ def tiny_losses(device: Any) -> list[float]:
 
     from cost_models.layout import Layout
     from planner.runtime.data import Batch
-    from planner.runtime.train import Trainer, TrainSettings
+    from planner.runtime.settings import TrainSettings
+    from planner.runtime.train import Trainer
     from profiles.huggingface import load_model
 
     model = load_model("llama-tiny")

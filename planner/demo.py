@@ -199,7 +199,7 @@ def trained(run: Run, settings: DemoSettings, out: Console) -> None:
                 f"step {line['step']}  loss {line['loss']:.3f}  {screen.seconds(line['seconds'])}",
             )
 
-        command = ["bash", str(run.folder / "launch.sh")]
+        command = ["bash", str(run.folder / "launch.sh"), "--json"]
         supervise(command, record, env, log=log, timeout=settings.timeout_seconds)
     if len(run.records) < settings.steps:
         raise AxisplanError(f"the run printed {len(run.records)} of {settings.steps} steps (all of its output: {log})")

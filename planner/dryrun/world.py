@@ -29,7 +29,8 @@ from planner.runtime.data import Batch
 from planner.runtime.expert import Dispatcher
 from planner.runtime.mesh import Mesh
 from planner.runtime.pipeline import Pipeline
-from planner.runtime.train import Trainer, TrainSettings
+from planner.runtime.settings import TrainSettings
+from planner.runtime.train import Trainer
 from profiles.errors import AxisplanError, InputError
 
 CPU = torch.device("cpu")

@@ -73,10 +73,10 @@ def _number(text: str) -> float:
 
 
 def axisplan_step(line: str, plan: Plan) -> Step | None:
-    """``{"step": 3, "loss": ..., "seconds": ..., "peak_bytes": ...}``."""
+    """``{"step": 3, "loss": ..., "seconds": ..., "peak_bytes": ...}``, or the line for people that says the same."""
     start = line.find("{")
     if start < 0 or '"seconds"' not in line:
-        return None
+        return _axisplan_line(line)
     try:
         record = json.loads(line[start:])
         step, seconds = int(record["step"]), float(record["seconds"])
@@ -91,6 +91,18 @@ def axisplan_step(line: str, plan: Plan) -> Step | None:
         "torch max allocated" if peak else "",
         float(loss) if loss is not None else None,
     )
+
+
+AXISPLAN = re.compile(rf"step\s+(\d+)  loss {NUMBER}  .*?{NUMBER} (s|ms|us)  [\d,]+ tokens/s.*?  {NUMBER} ([GM]iB)")
+
+
+def _axisplan_line(line: str) -> Step | None:
+    """``step      3  loss 4.7199  grad norm 7.456  1.09 s  471 tokens/s  8.57 % MFU  0.10 GiB`` (``screen.step_line``)."""
+    if not (found := AXISPLAN.search(line)):
+        return None
+    seconds = _number(found[3]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[4]]
+    peak = _number(found[5]) * {"GiB": GIB, "MiB": 2.0**20}[found[6]]
+    return Step(int(found[1]), seconds, peak, "torch max allocated", _number(found[2]))
 
 
 MEGATRON = re.compile(rf"iteration\s+(\d+)\s*/\s*\d+ \|.*elapsed time per iteration \(ms\): {NUMBER}")

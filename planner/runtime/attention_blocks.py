@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +53,8 @@ def _positions(spans: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _shape_of(q_spans: Sequence[int], k_spans: Sequence[int], window: int, chunk: int, documents: bool) -> str:
-    """``causal`` (the same tokens on both sides), ``full`` (every pair), or ``mask``."""
+    """``causal`` (the same tokens on both sides), ``full`` (every pair), ``parts`` (spans of which each is one of these to each other,
+    or unseen), or ``mask``."""
     top = max(a + n for a, n in _spans(q_spans))
     low = min(a for a, _ in _spans(k_spans))
     if documents or (window and top - low > window) or (chunk and low // chunk != (top - 1) // chunk):
@@ -60,7 +63,8 @@ def _shape_of(q_spans: Sequence[int], k_spans: Sequence[int], window: int, chunk
         return "causal"
     if max(a + n for a, n in _spans(k_spans)) - 1 <= min(a for a, _ in _spans(q_spans)):
         return "full"
-    return "mask"
+    apart = all(q == k or k[0] + k[1] <= q[0] or q[0] + q[1] <= k[0] for q in _spans(q_spans) for k in _spans(k_spans))
+    return "parts" if apart else "mask"
 
 
 def _mask(
@@ -86,10 +90,13 @@ def attend_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [s, b, heads, v width] (contiguous) and logsumexp [b, heads, s]; a query that sees no key has output 0, -inf."""
     kind = _shape_of(q_spans, k_spans, window, chunk, q_document is not None)
+    if kind == "parts":
+        return _forward_in_parts(q, k, v, q_spans, k_spans, scale)
     qh, kh, vh = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     if kind != "mask" and (kernel := _fused(q)):
         width = _padded(q.shape[-1], v.shape[-1])
-        got, low = kernel.forward(_pad(qh, width), *_expand(_pad(kh, width), _pad(vh, width), q.shape[2]), kind == "causal", scale)
+        keys = kernel.keys(_pad(kh, width), _pad(vh, width), q.shape[2])
+        got, low = kernel.forward(_pad(qh, width), *keys, kind == "causal", scale)
         return got[..., : v.shape[-1]].permute(2, 0, 1, 3).contiguous(), low.contiguous()  # the kernel's own order for one sequence
     out, lse = attend_shapes(q, v)
     for rows in _row_blocks(q.shape[0]):
@@ -108,12 +115,14 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v (shapes of q, k, v) given the whole row's ``out`` and ``lse``."""
     kind = _shape_of(q_spans, k_spans, window, chunk, q_document is not None)
+    if kind == "parts":
+        return _backward_in_parts(grad, q, k, v, out, lse, q_spans, k_spans, scale)
     qh, kh, vh, oh, gh = (t.permute(1, 2, 0, 3) for t in (q, k, v, out, grad))
     if kind != "mask" and (kernel := _fused(q)):
         width = _padded(q.shape[-1], v.shape[-1])
-        wide = [_pad(t, width) for t in (gh, qh, kh, vh, oh)]
-        wide[2], wide[3] = _expand(wide[2], wide[3], q.shape[2])
-        dq, dk, dv = kernel.backward(wide[0], wide[1], wide[2], wide[3], wide[4], lse, kind == "causal", scale)
+        grads, queries, keys, values, outs = (_pad(t, width) for t in (gh, qh, kh, vh, oh))
+        keys, values = kernel.keys(keys, values, q.shape[2])
+        dq, dk, dv = kernel.backward(grads, queries, keys, values, outs, lse, kind == "causal", scale)
         return _gathered(dq, q), _gathered(dk, k), _gathered(dv, v)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
     heads = k.shape[2]
@@ -130,6 +139,75 @@ def attend_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
+# -- attention by parts: queries and keys in spans that do not overlap but where they are the same ---------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The queries of a span against the keys that all of them see (``keys``: their places), or against their own span, causally."""
+
+    rows: slice
+    keys: tuple[slice, ...]
+    q_spans: tuple[int, int]
+    k_spans: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _parts(q_spans: tuple[int, ...], k_spans: tuple[int, ...]) -> tuple[_Part, ...]:
+    out, row, starts = [], 0, [0]
+    for _, length in _spans(k_spans):
+        starts.append(starts[-1] + length)
+    for span in _spans(q_spans):
+        rows, row = slice(row, row + span[1]), row + span[1]
+        for sees in (lambda k, q=span: k[0] + k[1] <= q[0], lambda k, q=span: k == q):
+            seen = [(slice(at, at + k[1]), k) for at, k in zip(starts, _spans(k_spans), strict=False) if sees(k)]
+            if seen:
+                out.append(_Part(rows, tuple(place for place, _ in seen), span, tuple(n for _, k in seen for n in k)))
+    return tuple(out)
+
+
+def _at(x: Tensor, places: tuple[slice, ...]) -> Tensor:
+    return x[places[0]] if len(places) == 1 else torch.cat([x[place] for place in places])
+
+
+def _forward_in_parts(
+    q: Tensor, k: Tensor, v: Tensor, q_spans: Sequence[int], k_spans: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    shape, low = attend_shapes(q, v)
+    out, lse = torch.zeros_like(shape, dtype=low.dtype), torch.full_like(low, -math.inf)
+    for part in _parts(tuple(q_spans), tuple(k_spans)):
+        rows, keys, values = part.rows, _at(k, part.keys), _at(v, part.keys)
+        got = attend_forward(q[rows], keys, values, None, None, part.q_spans, part.k_spans, 0, 0, scale)
+        merge(out[rows], lse[:, :, rows], *got)
+    return out.to(q.dtype), lse
+
+
+def _backward_in_parts(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_spans: Sequence[int], k_spans: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
+    for part in _parts(tuple(q_spans), tuple(k_spans)):
+        rows, keys, values, low = part.rows, _at(k, part.keys), _at(v, part.keys), lse[:, :, part.rows].contiguous()
+        got = attend_backward(
+            grad[rows], q[rows], keys, values, out[rows], low, None, None, part.q_spans, part.k_spans, 0, 0, scale
+        )  # fmt: skip
+        dq[rows] += got[0]
+        sizes = [place.stop - place.start for place in part.keys]
+        for place, for_k, for_v in zip(part.keys, got[1].split(sizes), got[2].split(sizes), strict=True):
+            dk[place] += for_k
+            dv[place] += for_v
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, low: Tensor) -> None:
+    """Add a block's result to the rows' running result, in place: online softmax."""
+    both = torch.logaddexp(lse, low)
+    safe = both.clamp_min(torch.finfo(both.dtype).min)
+    ours, theirs = ((t - safe).exp_().permute(2, 0, 1).unsqueeze(-1) for t in (lse, low))
+    out.mul_(ours).add_(part * theirs)
+    lse.copy_(both)
+
+
 def _row_blocks(length: int) -> list[slice]:
     return [slice(low, min(low + ROWS, length)) for low in range(0, length, ROWS)]
 
@@ -144,12 +222,6 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
 
 def _weighted(weights: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bkgqs,bksd->bkgqd", weights.unflatten(1, (v.shape[1], -1)), v.to(weights.dtype)).flatten(1, 2)
-
-
-def _expand(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Key and value heads repeated to ``heads`` for kernels that want as many as queries."""
-    times = heads // k.shape[1]
-    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
 
 
 def _gathered(grad: Tensor, like: Tensor) -> Tensor:
@@ -170,6 +242,11 @@ def _pad(t: Tensor, width: int) -> Tensor:
 
 class _CpuFlash:
     @staticmethod
+    def keys(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """As they are: the kernel serves ``heads`` queries' heads from fewer."""
+        return k, v
+
+    @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
@@ -184,6 +261,12 @@ class _CpuFlash:
 
 
 class _CudaFlash:
+    @staticmethod
+    def keys(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """Repeated to ``heads``, which every version of the kernel takes."""
+        times = heads // k.shape[1]
+        return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         got = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)

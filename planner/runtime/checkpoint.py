@@ -171,6 +171,22 @@ def latest(folder: Path) -> Path | None:
     return folder / pointer.read_text(encoding="utf-8").strip()
 
 
+def before(path: Path) -> Path | None:
+    """The last checkpoint of the same run that was whole before the one at ``path``."""
+    older = (p for p in path.parent.glob("step-*") if p.name < path.name and (p / "axisplan.json").is_file())
+    return max(older, default=None)
+
+
+def set_aside(path: Path, last: Path) -> Path:
+    """Name ``last`` as the latest, and move the damaged checkpoint at ``path`` out of the way of those to come; where it is now."""
+    aside = path.with_name(f"damaged-{path.name}")
+    write_text(path.parent / "latest", last.name + "\n")
+    if path.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    return aside
+
+
 def find(path: Path) -> Path:
     """The checkpoint at ``path``: itself, or the last whole one of a run's folder or of its ``checkpoints``. Raises InputError."""
     for folder in (path, path / "checkpoints"):
@@ -186,7 +202,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads((path / "axisplan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError("checkpoint", path, f"is not a whole checkpoint ({error})") from None
+        raise InputError("checkpoint", path, f"is not a whole checkpoint ({error})", before(path)) from None
     if facts.get("format") != FORMAT:
         raise InputError("checkpoint", path, f"has format {facts.get('format')}; this axisplan reads {FORMAT}", FORMAT)
     return facts
@@ -199,7 +215,8 @@ def load(trainer: Any, path: Path) -> dict[str, Any]:
     try:
         read_state(state_of(trainer), storage_reader=CheckedReader(path))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
-        raise InputError("checkpoint", path, f"does not fit this model, or is damaged: {clipped(_cause(error), 300)}") from None
+        why = f"does not fit this model, or is damaged: {clipped(_cause(error), 300)}"
+        raise InputError("checkpoint", path, why, before(path)) from None
     trainer.optimizer.publish()
     return facts
 
@@ -215,7 +232,7 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         found = CheckedReader(path).read_metadata().state_dict_metadata
     except Exception as error:
-        raise InputError("checkpoint", path, f"has no readable .metadata: {clipped(one_line(error), 300)}") from None
+        raise InputError("checkpoint", path, f"has no readable .metadata: {clipped(one_line(error), 300)}", before(path)) from None
     return {name: tuple(data.size) for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
 
 
@@ -227,5 +244,6 @@ def read_whole(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             read_state(state, storage_reader=CheckedReader(path), no_dist=True)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
-        raise InputError("checkpoint", path, f"is damaged: {name} cannot be read: {clipped(_cause(error), 300)}") from None
+        why = f"is damaged: {name} cannot be read: {clipped(_cause(error), 300)}"
+        raise InputError("checkpoint", path, why, before(path)) from None
     return state[name]

@@ -22,6 +22,7 @@ from torch import Tensor
 from cost_models.layout import Layout
 from planner.runtime import kernels
 from planner.runtime.attention import Tokens, attend, grad_of_sinks, with_sinks
+from planner.runtime.attention_blocks import merge
 from planner.runtime.collectives import all_gather, all_to_all, reduce_scatter
 from planner.runtime.mesh import Axis, Mesh
 from planner.runtime.norms import wanted
@@ -179,7 +180,7 @@ class _Ring(torch.autograd.Function):
             source = (axis.rank - turn) % axis.size
             rows, keys = ring.seen(source)
             part, low = kernels.attend(q[rows], *(t[keys] for t in blocks), *ring.arguments(source, rows, keys))
-            _merge(out[rows], lse[:, :, rows], part, low)
+            merge(out[rows], lse[:, :, rows], part, low)
         out, lse = with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -293,12 +294,3 @@ class _Blocks:
         sends = [dist.P2POp(dist.isend, t, group=axis.group, group_peer=after) for t in sent]
         receives = [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=before) for t in got]
         return _Coming(got, dist.batch_isend_irecv(sends + receives), sent)
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, low: Tensor) -> None:
-    """Add a block's result to the rows' running result, in place: online softmax."""
-    both = torch.logaddexp(lse, low)
-    safe = both.clamp_min(torch.finfo(both.dtype).min)
-    ours, theirs = ((t - safe).exp_().permute(2, 0, 1).unsqueeze(-1) for t in (lse, low))
-    out.mul_(ours).add_(part * theirs)
-    lse.copy_(both)

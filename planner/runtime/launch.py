@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,12 +16,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from planner.plan import Plan
+from planner.runtime import devices
+from planner.runtime.journal import check_tensorboard
+from planner.runtime.settings import check_files, parser, read_settings
 from planner.runtime.stop import STOPPED, passed_on
 from planner.runtime.worker import REFUSED
 from profiles.errors import AxisplanError, InputError
 
 PATIENCE = 8.0
 """Seconds that torchrun and the workers get to end after SIGTERM (a worker saves and leaves) before they are killed."""
+SAVING = "600"
+"""Seconds that torchrun leaves its workers where the signal reaches it first (a batch system's ends every process of a job)."""
 
 
 def launch(
@@ -47,6 +54,45 @@ def launch(
     supervise(command, record, {"OMP_NUM_THREADS": threads, **os.environ}, log=log, timeout=timeout)
 
 
+def start(command: Sequence[str]) -> None:
+    """What an emitted launch.sh becomes: torchrun and its words, one of whose is ``train``, looked after as ``axisplan run`` does."""
+    words = command[list(command).index("train") :]
+    arguments = parser().parse_args(words)
+    node = os.environ.get("NODE_RANK")
+    log = checked(arguments, alone=False) / ("workers.log" if node is None else f"workers-{node}.log")
+    supervise(command, shown(arguments.json), dict(os.environ), log=log)
+
+
+def checked(arguments: argparse.Namespace, *, alone: bool) -> Path:
+    """Look at a run before any process is started: its settings, its files, and whether the devices are here. Returns ``out``, made.
+
+    ``alone``: this command starts all processes of the plan, not one machine's. What is worth saying goes to stderr. Raises
+    InputError.
+    """
+    plan = Plan.load(arguments.plan)
+    cluster, settings = plan.job().cluster, read_settings(arguments, plan.job())
+    check_tensorboard(settings.tensorboard)
+    check_files(settings)
+    processes = plan.layout_object.world // (1 if alone else cluster.hosts)
+    for line in devices.check(cluster, settings.device, processes, alone=alone):
+        say(line)
+    assert settings.out is not None
+    settings.out.mkdir(parents=True, exist_ok=True)
+    return settings.out
+
+
+def shown(as_json: bool) -> Callable[[dict[str, Any]], None]:
+    """Prints a step: a line for people, or JSON."""
+    from planner.screen import step_line
+
+    return lambda line: print(json.dumps(line) if as_json else step_line(line), flush=True)
+
+
+def say(text: str) -> None:
+    """A line beside the steps."""
+    print(f"axisplan: {text}", file=sys.stderr, flush=True)
+
+
 def supervise(
     command: Sequence[str],
     record: Callable[[dict[str, Any]], None],
@@ -60,7 +106,7 @@ def supervise(
     SIGTERM is passed on to the workers, which finish their step, save and leave; then Stopped is raised. Raises AxisplanError with
     one line that says what went wrong.
     """
-    env = {**env, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SAVING, **env, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with tempfile.TemporaryFile("w+") if log is None else log.open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, env=env, start_new_session=True)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -69,18 +115,28 @@ def supervise(
             assert process.stdout is not None
             with passed_on(process, end) as stop:
                 for line in process.stdout:
-                    if line.startswith("{"):
-                        record(json.loads(line))
+                    _take(line, record)
                 code = process.wait()
         finally:
             timer.cancel()
             end(process)
-        if stop.asked:
-            raise Stopped(stopped(output))
+        said = stopped(output)
+        if stop.asked or (code and said):
+            raise Stopped(said or "stopped by SIGTERM; no step was under way, nothing was saved")
         if deadline is not None and time.monotonic() > deadline and code:
             raise AxisplanError(f"not finished after {timeout:.0f} s{_where(log)}")
         if code:
             raise_failure(output, code, log)
+
+
+def _take(line: str, record: Callable[[dict[str, Any]], None]) -> None:
+    """A line that a worker printed: a step, or a note."""
+    if line.startswith("{"):
+        found = json.loads(line)
+        if "note" in found:
+            say(found["note"])
+        else:
+            record(found)
 
 
 class Refused(AxisplanError):
@@ -95,11 +151,11 @@ class Stopped(AxisplanError):
     exit_code = 143
 
 
-def stopped(output: IO[str]) -> str:
-    """What a worker said when it left, or that none had begun."""
+def stopped(output: IO[str]) -> str | None:
+    """What a worker said when it left because it was asked to."""
     output.seek(0)
     said = [line.removeprefix(STOPPED).strip() for line in output if line.startswith(STOPPED)]
-    return said[-1] if said else "stopped by SIGTERM; no step was under way, nothing was saved"
+    return said[-1] if said else None
 
 
 def raise_failure(output: IO[str], code: int, log: Path | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.data import Source, TokenFile
 from planner.runtime.evaluate import HeldOut
 from planner.runtime.metrics import Memory, worst_of_all
+from planner.runtime.settings import TrainSettings, files_of
 from planner.runtime.stop import STOPPED, Stop
 from planner.runtime.timeline import measured_spans
-from planner.runtime.train import Trainer, TrainSettings
+from planner.runtime.train import Trainer
 from profiles.errors import InputError
 from profiles.model import ModelSpec
 
@@ -144,25 +145,52 @@ def checkpoint_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def resume(trainer: Trainer, saved: Checkpoints) -> int:
-    """Steps done by the last whole checkpoint, which is read; 0 where there is none. Raises InputError if it is another run's."""
+    """Steps done by the last whole checkpoint, which is read; 0 where there is none. One that is damaged is set aside, and the one
+    before it read. Raises InputError if it is another run's, or none can be read."""
     path = checkpoint.latest(saved.folder)
-    if path is None:
-        return 0
-    facts, wanted = checkpoint.read_facts(path), checkpoint_facts(trainer)
+    while path is not None:
+        try:
+            return _read(trainer, path)
+        except InputError as error:
+            last = checkpoint.before(path)
+            if error.field != "checkpoint" or last is None:
+                raise
+            dist.barrier()  # every rank has looked for the one before
+            if dist.get_rank() == 0:
+                aside = checkpoint.set_aside(path, last)
+                note(f"{error.value} {error.rule}; going on from {last.name}, the other is now {aside.name}")
+            dist.barrier()
+            path = last
+    return 0
+
+
+def _read(trainer: Trainer, path: Path) -> int:
+    """Read the checkpoint at ``path``: its steps. Raises InputError on every rank alike."""
+    facts, fault = {}, None
+    try:
+        facts = checkpoint.read_facts(path)
+    except InputError as error:
+        fault = error
+    if worst_of_all([fault is not None], trainer.device)[0]:  # none goes on to read together while another does not
+        raise fault or InputError("checkpoint", path, "is not a whole checkpoint on another rank")
+    wanted = checkpoint_facts(trainer)
     for name in ("model", "trained", "seed", "seq_len", "global_batch"):
         if facts.get(name, {}) != wanted[name]:
             what = {"model": "another model", "trained": "other weights trained"}.get(name, f"{name} {facts.get(name)}")
-            raise InputError("out", saved.folder.parent, f"holds a run with {what}; choose another folder, or resume=false")
+            raise InputError("out", path.parent.parent, f"holds a run with {what}; choose another folder, or resume=false")
     return int(checkpoint.load(trainer, path)["step"])
+
+
+def note(text: str) -> None:
+    """Something worth saying beside the steps: the launcher shows it."""
+    print(json.dumps({"note": text}), flush=True)
 
 
 def open_data(model: ModelSpec, settings: TrainSettings, field: str) -> TokenFile:
     """The prepared data of a setting; text files are tokenised as bytes beside the run's output first (by rank 0 alone)."""
     from planner.runtime.data import prepare
 
-    files: Sequence[Path] = getattr(settings, field)
-    if not files:
-        raise InputError(field, "", "name a prepared folder or text files")
+    files = files_of(settings, field)
     folder = files[0]
     if not folder.is_dir():
         folder = (settings.out or Path(".")) / field

@@ -180,14 +180,3 @@ def kv_copies(mixer: object, tp: int) -> int:
     if isinstance(mixer, Attention) and tp > mixer.kv_heads:
         return tp // mixer.kv_heads
     return 1
-
-
-def device_of_rank(local_rank: int) -> torch.device:
-    """``cuda:local_rank`` where there is CUDA, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
-
-
-def backend_of(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"

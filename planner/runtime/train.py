@@ -1,4 +1,4 @@
-"""One rank's part of training: the settings, the model under its layout, and a step.
+"""One rank's part of training: the model under its layout, and a step.
 
 The mesh is made, each rank builds its part of the model, and every step runs the pipeline, reduces gradients, clips and updates.
 What happens from a plan to a trained model, step after step, is told in ``loop``.
@@ -7,11 +7,8 @@ What happens from a plan to a trained model, step after step, is told in ``loop`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from cost_models.layout import SPLIT_BACKWARD, Layout
@@ -28,72 +25,12 @@ from planner.runtime.model import Build, Decoder, parts, shares_embedding
 from planner.runtime.moe import Balance
 from planner.runtime.optimizer import Schedule, ShardedAdamW
 from planner.runtime.pipeline import Chunk, MicroBatch, Pipeline
+from planner.runtime.settings import TrainSettings
 from planner.runtime.tensor import TensorParallel
 from profiles.errors import AxisplanError, InputError
 from profiles.model import ModelSpec
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class TrainSettings(BaseModel):
-    """What a run does beside the plan: data, steps, optimizer, where results go."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    seq_len: int = Field(gt=0)
-    global_batch: int = Field(gt=0)
-    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
-    steps: int = Field(20, gt=0)
-    learning_rate: float = Field(3e-4, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    decay: Literal["constant", "linear", "cosine"] = "cosine"
-    final_rate: float = Field(0.1, ge=0, le=1)
-    """The rate at the last step, as a share of ``learning_rate``."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = Field(0.1, ge=0)
-    clip: float = Field(1.0, ge=0)
-    """Largest gradient norm; 0 = not clipped."""
-    balance: Literal["sequence", "switch", "none"] = "sequence"
-    """Form of the routers' auxiliary loss (``moe``)."""
-    balance_coefficient: float = Field(1e-3, ge=0)
-    mtp_weight: float = Field(0.3, ge=0)
-    """What the mean loss of the multi-token-prediction modules counts (DeepSeek-V3 section 4.2: 0.3, later 0.1)."""
-    bias_rate: float = Field(1e-3, ge=0)
-    """How far a selection bias moves in a step (DeepSeek-V3)."""
-    lora_rank: int = Field(0, ge=0)
-    """Rank of the adapters that alone are trained; 0 = the model is (``adapters``)."""
-    lora_targets: tuple[str, ...] = ()
-    """Parts of the model whose linear layers carry adapters; empty = all."""
-    lora_alpha: float = Field(0.0, ge=0)
-    """Adapters are scaled by this over their rank; 0 = by one."""
-    frozen: tuple[str, ...] = ()
-    """Parts of the model that are not trained."""
-    seed: int = 0
-    data: tuple[Path, ...] = ()
-    """A folder of ``axisplan data prepare``, or text files (read as bytes)."""
-    eval_data: tuple[Path, ...] = ()
-    """Held-out data, in the same form: its loss is in the records of the steps that ``eval_every`` names, and of the last."""
-    eval_every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 = at the end only."""
-    eval_sequences: int = Field(0, ge=0)
-    """Evaluate on this many sequences, the first ones; 0 = all."""
-    tensorboard: bool = False
-    """Write the records for TensorBoard too, under ``out``/tensorboard."""
-    reset_documents: bool = False
-    """Attention and loss stay inside documents."""
-    initial: Path | None = None
-    """A Hugging Face model folder to start from (default: values from the seed)."""
-    out: Path | None = None
-    """Where checkpoints and records go; None = nowhere."""
-    checkpoint_every: int = Field(0, ge=0)
-    """Steps between checkpoints (and one at the end); 0 = none."""
-    keep: int = Field(2, ge=1)
-    """Checkpoints kept."""
-    resume: bool = True
-    """Continue from the last whole checkpoint under ``out``."""
-    timeout_seconds: float = Field(600.0, gt=0)
-    """How long a collective may wait for another rank."""
 
 
 def microbatches(layout: Layout, global_batch: int) -> int:

@@ -10,14 +10,13 @@ import argparse
 import ctypes
 import dataclasses
 import datetime
-import json
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any, NoReturn
 
+from planner.runtime.settings import parser, read_settings
 from profiles.errors import AxisplanError, InputError, one_line
 
 PR_SET_PDEATHSIG = 1
@@ -30,7 +29,7 @@ PATIENCE = 20.0
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the worker and end the process with its exit code."""
     _die_with_parent()
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         code = _train(arguments)
     except BaseException as error:
@@ -43,26 +42,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
     os._exit(code)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("axisplan worker")
-    parser.add_argument("action", choices=["train"])
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("--settings", type=Path)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--data", type=Path, nargs="+")
-    parser.add_argument("--eval-data", type=Path, nargs="+")
-    parser.add_argument("--eval-every", type=int)
-    parser.add_argument("--tensorboard", action="store_true", default=None)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--runs", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--precision")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other training setting")
-    parser.add_argument("--json", action="store_true", help="accepted for scripts: records are JSON lines always")
-    return parser
-
-
 def _train(arguments: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
@@ -71,17 +50,16 @@ def _train(arguments: argparse.Namespace) -> int:
     from planner.emit.logs import append_row
     from planner.plan import Plan, digest
     from planner.runtime import feedback, loop
-    from planner.runtime.journal import Journal, check_tensorboard
-    from planner.runtime.mesh import backend_of, device_of_rank
+    from planner.runtime.devices import backend_of, check, device_of_rank, kind_of
+    from planner.runtime.journal import Journal
     from planner.traces import write_trace
 
     plan = Plan.load(arguments.plan)
     job = plan.job()
-    names = ("seq_len", "global_batch", "precision", "lora_rank", "lora_targets", "lora_alpha", "frozen")
-    settings = read_settings(arguments, {name: getattr(job, name) for name in names})
-    check_tensorboard(settings.tensorboard)
+    settings = read_settings(arguments, job)
     ran = dataclasses.replace(job, seq_len=settings.seq_len, global_batch=settings.global_batch)
-    device = device_of_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    check(job.cluster, settings.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), alone=False)
+    device = device_of_rank(kind_of(job.cluster, settings.device), int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend_of(device), timeout=datetime.timedelta(seconds=settings.timeout_seconds))
@@ -107,56 +85,6 @@ def _train(arguments: argparse.Namespace) -> int:
             append_row(path, row)
     dist.destroy_process_group()
     return 0
-
-
-def read_settings(arguments: argparse.Namespace, job: dict[str, Any]) -> Any:
-    """TrainSettings from the plan's job, the settings file and the command line, later ones first.
-
-    Paths in the file are relative to it. Raises InputError for an unknown key or a bad value.
-    """
-    from pydantic import ValidationError
-
-    from planner.runtime.train import TrainSettings
-
-    values: dict[str, Any] = dict(job)
-    folder = Path()
-    if arguments.settings is not None:
-        try:
-            given = json.loads(arguments.settings.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError("settings", arguments.settings, f"cannot be read: {error}") from None
-        if not isinstance(given, dict):
-            raise InputError("settings", arguments.settings, "is not a JSON object")
-        folder = arguments.settings.resolve().parent
-        for name in ("data", "eval_data"):
-            if name in given:
-                files = [given[name]] if isinstance(given[name], str) else given[name]
-                given[name] = [str(folder / file) for file in files]
-        if given.get("out"):
-            given["out"] = str(folder / given["out"])
-        values |= given
-    for name in ("steps", "data", "eval_data", "eval_every", "tensorboard", "out", "seed", "precision"):
-        if getattr(arguments, name) is not None:
-            values[name] = getattr(arguments, name)
-    for pair in arguments.set:
-        key, _, text = pair.partition("=")
-        try:
-            values[key] = json.loads(text)
-        except ValueError:
-            values[key] = text
-    if values.get("out") is None:
-        values["out"] = folder / "run"
-    try:
-        return TrainSettings.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "extra_forbidden":
-            from difflib import get_close_matches
-
-            name = str(first["loc"][0])
-            near = get_close_matches(name, TrainSettings.model_fields, 3)
-            raise InputError("--set", name, "is no training setting", ", ".join(near) or None) from None
-        raise InputError(".".join(str(p) for p in first["loc"]), first.get("input"), first["msg"]) from None
 
 
 def _explain(error: BaseException) -> None:

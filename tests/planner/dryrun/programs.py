@@ -14,7 +14,8 @@ from planner.dryrun.trace import Tracer
 from planner.plan import Plan
 from planner.runtime.data import Batch
 from planner.runtime.metrics import Memory
-from planner.runtime.train import Trainer, TrainSettings
+from planner.runtime.settings import TrainSettings
+from planner.runtime.train import Trainer
 
 
 def really(path: str) -> dict[str, Any]:

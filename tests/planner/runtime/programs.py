@@ -20,8 +20,9 @@ from planner.runtime.data import Batch, TokenFile, indices_of
 from planner.runtime.evaluate import HeldOut
 from planner.runtime.loop import checkpoint_facts, finishing, resume
 from planner.runtime.metrics import most_allocated
+from planner.runtime.settings import TrainSettings
 from planner.runtime.timeline import measured_spans
-from planner.runtime.train import Trainer, TrainSettings
+from planner.runtime.train import Trainer
 from profiles.errors import AxisplanError
 from profiles.huggingface import load_model
 from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe, uniform
@@ -195,6 +196,16 @@ def train_and_save(folder: str, layout: str, steps: int, more: int, **facts: Any
     saved.save(trainer, steps, checkpoint_facts(trainer))
     out = [trainer.step(n, trainer.batch(data, n))["loss"] for n in range(steps, steps + more)]
     saved.finish()
+    return out
+
+
+def save_each_step(folder: str, layout: str, steps: int, **facts: Any) -> list[float]:
+    """Train ``steps`` steps, saving after each: their losses."""
+    trainer, data = _trainer_and_data(layout, steps, **facts)
+    saved, out = Checkpoints(Path(folder), keep=steps), []
+    for number in range(steps):
+        out.append(trainer.step(number, trainer.batch(data, number))["loss"])
+        saved.save(trainer, number + 1, checkpoint_facts(trainer), wait=True)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,34 @@ def test_a_damaged_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "saved" / ".metadata").write_bytes(b"")
     with pytest.raises(InputError, match=r"has no readable \.metadata"):
         shapes(tmp_path / "saved")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("what", ["*.distcp", ".metadata", "axisplan.json", "all"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_continued(
+    processes: Callable[..., list[Any]], tmp_path: Path, what: str
+) -> None:
+    losses = processes(2, "save_each_step", folder=str(tmp_path), layout="dp=2,zero=1", steps=4)[0]
+    newest = tmp_path / "step-00000004"
+    if what == "all":
+        shutil.rmtree(newest)
+    for file in () if what == "all" else newest.glob(what):
+        cut(file)
+    got = processes(2, "load_and_train", folder=str(tmp_path), layout="dp=2,zero=1", steps=3, more=1)
+    assert got == [losses[3:]] * 2
+    assert latest(tmp_path) == tmp_path / "step-00000003"
+    assert (tmp_path / "damaged-step-00000004").is_dir() == (what != "all")
+
+
+def test_where_every_checkpoint_is_damaged_the_oldest_is_named(processes: Callable[..., list[Any]], tmp_path: Path) -> None:
+    processes(2, "save_each_step", folder=str(tmp_path), layout="dp=2,zero=1", steps=2)
+    for file in tmp_path.glob("step-*/*.distcp"):
+        cut(file)
+    with pytest.raises(AssertionError, match=r"step-00000001': does not fit this model, or is damaged"):
+        processes(2, "load_and_train", folder=str(tmp_path), layout="dp=2,zero=1", steps=1, more=1)
 
 
 def test_an_index_that_names_anything_but_an_index_is_not_executed(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from planner.runtime.data import BYTE_END, TokenFile, prepare
+from planner.runtime.settings import TrainSettings, check_files, parser, read_settings
 from profiles.errors import InputError
 
 
@@ -53,9 +55,43 @@ def test_every_epoch_is_an_order_of_its_own_over_all_sequences(tmp_path: Path) -
     assert source.at([2]).ids.tolist()[0] == [97 + i % 26 for i in range(32, 48)]
 
 
-def test_a_mistyped_training_setting_is_named_with_what_is_near(tmp_path: Path) -> None:
-    from planner.runtime.worker import _parser, read_settings
+def settings_of(*words: str) -> TrainSettings:
+    job = SimpleNamespace(
+        seq_len=16, global_batch=2, precision="fp32", lora_rank=0, lora_targets=(), lora_alpha=0.0, frozen=()
+    )  # fmt: skip
+    return read_settings(parser().parse_args(["train", "plan.json", *words]), job)
 
-    arguments = _parser().parse_args(["train", "plan.json", "--set", "checkpoint_evry=2"])
-    with pytest.raises(InputError, match=r"--set: 'checkpoint_evry': is no training setting; nearest: checkpoint_every"):
-        read_settings(arguments, {"seq_len": 16, "global_batch": 2})
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--set", "checkpoint_evry=2"), "--set: 'checkpoint_evry': is no training setting; nearest: checkpoint_every"),
+        (("--steps", "0"), "steps: 0: should be greater than 0; nearest: 20"),
+        (("--set", "final_rate=2"), "final_rate: 2: should be less than or equal to 1; nearest: 1.0"),
+        (("--set", "decay=cosin"), "decay: 'cosin': should be 'constant', 'linear' or 'cosine'; nearest: cosine"),
+        (("--precision", "fp16"), "precision: 'fp16': should be 'fp64', 'fp32' or 'bf16'; nearest: fp32"),
+    ],
+)
+def test_a_training_setting_that_cannot_be_is_named_with_what_is_near(words: tuple[str, ...], line: str) -> None:
+    with pytest.raises(InputError) as caught:
+        settings_of(*words)
+    assert str(caught.value) == line
+
+
+def test_files_that_cannot_be_used_are_named_before_anything_starts(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    check_files(settings_of("--data", str(text), "--out", str(tmp_path / "new" / "run")))
+    for words, line in (
+        (
+            ("--out", str(text)),
+            rf"--out: '{text}': records and checkpoints go into a folder, and this is a file; nearest: .*text-run",
+        ),
+        (("--out", str(text / "run")), rf"--out: .* {text} is a file, not a folder"),
+        (("--data", str(tmp_path / "none")), "data: .*none': does not exist"),
+        (("--data", str(text), "--set", "initial=none"), "initial: 'none': is no folder"),
+    ):
+        with pytest.raises(InputError, match=line):
+            check_files(settings_of("--data", str(text), *words))
+    with pytest.raises(InputError, match="data: '': name a prepared folder or text files"):
+        check_files(settings_of())
