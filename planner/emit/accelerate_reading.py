@@ -87,8 +87,7 @@ def read(text: str, where: str, world: int | None) -> Imported:
     if mixed not in PRECISIONS:
         raise InputError("mixed_precision", mixed, f"is one of {', '.join(PRECISIONS)}", "bf16")
     job: dict[str, Any] = {"precision": PRECISIONS[mixed]}
-    if "seq_len" in beside:
-        job["seq_len"] = beside["seq_len"]
+    job |= {name: beside[name] for name in ("seq_len", "optimizer") if name in beside}
     if steps := count(beside, "accumulation", notes):
         job["global_batch"] = layout.micro_batch * steps * layout.dp
     return Imported(execution, layout, job, {}, tuple(notes), tuple(problems))

@@ -74,6 +74,8 @@ def config(job: Job, layout: Layout, learning_rate: float = 3e-4) -> dict[str, A
 
 def _optimizer(job: Job, learning_rate: float) -> dict[str, Any]:
     parameters: dict[str, Any] = {"lr": learning_rate, "weight_decay": 0.1}
+    if job.optimizer == "sgd":
+        parameters["momentum"] = 0.9
     if job.optimizer == "adamw":
         parameters["betas"] = [0.9, 0.95]
         if job.cluster.gpu.is_host:

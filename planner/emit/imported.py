@@ -14,6 +14,7 @@ from profiles.errors import InputError
 
 READERS = {
     "megatron": "planner.emit.megatron.reading",
+    "megatron-bridge": "planner.emit.megatron.bridge_reading",
     "torchtitan": "planner.emit.torchtitan.reading",
     "deepspeed": "planner.emit.deepspeed_reading",
     "accelerate": "planner.emit.accelerate_reading",
@@ -43,11 +44,14 @@ class Imported:
         return text if "etp=" in text or not self.model.get("experts") else f"{text},etp={self.layout.etp}"
 
     def next_command(self) -> str:
-        """What to try next: the estimate of what runs today, and of the fastest plan."""
+        """What to try next: the estimate of what runs today, the fastest plan, and why today's layout is not that."""
         job = f"--seq-len {self.job.get('seq_len') or 'S'} --global-batch {self.job.get('global_batch') or 'B'}"
         precision = f" --precision {self.job['precision']}" if "precision" in self.job else ""
         rest = f"{self.model.get('name', 'MODEL')} --cluster C --gpus {self.layout.world} {job}{precision} --execution {self.execution}"
-        return f"next: axisplan estimate {rest} --layout '{self.layout_text}'\n      axisplan plan {rest}"
+        return (
+            f"next: axisplan estimate {rest} --layout '{self.layout_text}'\n      axisplan plan {rest} --out plan.json\n"
+            f"      axisplan explain plan.json --why '{self.layout_text}'"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The document of ``axisplan import --json``."""

@@ -22,6 +22,7 @@ def settings_file(plan: Plan, settings: EmitSettings) -> str:
         json.dumps(
             {
                 "steps": settings.steps,
+                "optimizer": job.optimizer,
                 "learning_rate": settings.learning_rate,
                 "data": list(settings.data),
                 "seq_len": job.seq_len,

@@ -7,10 +7,10 @@ from typing import Any
 
 from cost_models.layout import Layout, even_split
 from planner.emit.imported import Imported, fill_world
+from planner.emit.megatron.flags import Flags
 from planner.emit.megatron.shell import flags as flags_of
 from profiles.errors import InputError
 
-Flags = dict[str, tuple[str, ...]]
 CP_KINDS = {"p2p": "ring", "a2a": "ulysses", "allgather": "allgather"}
 MODEL = {
     "num-layers": "layers", "hidden-size": "hidden", "num-attention-heads": "heads", "num-query-groups": "kv_heads", "kv-channels": "head_dim",
@@ -21,7 +21,12 @@ MODEL = {
 
 def read(text: str, where: str, world: int | None = None) -> Imported:
     """Raises InputError for values that are no numbers, or degrees that do not fill the world."""
-    flags = {name.removeprefix("--").replace("_", "-"): values for name, values in flags_of(text).items()}
+    return read_flags(flags_of(text), where, world)
+
+
+def read_flags(given: Flags, where: str, world: int | None) -> Imported:
+    """``read`` of flags that are taken apart already."""
+    flags = {name.removeprefix("--").replace("_", "-"): values for name, values in given.items()}
     if not {"tensor-model-parallel-size", "num-layers", "micro-batch-size"} & set(flags):
         raise InputError("FILE", where, "has none of Megatron-LM's flags (--tensor-model-parallel-size, --num-layers, ...)")
     said = Reader(flags)

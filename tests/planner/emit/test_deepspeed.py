@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from profiles.errors import InputError
 
 
 def made(layout: str, model: str = "llama-3.1-8b", **job: Any) -> dict[str, Any]:
-    work = job_of(model, execution="deepspeed", **job)
+    optimizer = job.pop("optimizer", "adamw")
+    work = replace(job_of(model, execution="deepspeed", **job), optimizer=optimizer)
     return config(work, plan_of(work, layout, legal=False).layout_object)
 
 
@@ -41,6 +43,13 @@ def test_ulysses_and_autoep() -> None:
     assert made("cp=8,zero=2")["sequence_parallel_size"] == 8
     experts = made("ep=8,zero=2", "qwen3-30b-a3b")["expert_parallel"]
     assert experts == {"enabled": True, "autoep_size": 8, "expert_tensor_parallel_size": 1, "comm_backend": "comm"}
+
+
+def test_stochastic_gradient_descent_keeps_the_moment_that_the_plan_counts() -> None:
+    assert made("zero=1", optimizer="sgd")["optimizer"] == {
+        "type": "SGD",
+        "params": {"lr": 3e-4, "weight_decay": 0.1, "momentum": 0.9},
+    }
 
 
 def test_offload_and_precision() -> None:

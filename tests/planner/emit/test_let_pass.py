@@ -93,6 +93,17 @@ def test_a_sound_command_line_has_no_problem(tmp_path: Path) -> None:
         assert read("megatron", text, tmp_path).problems == ()
 
 
+def test_a_field_that_is_added_to_bridges_configuration_is_a_problem(tmp_path: Path) -> None:
+    """3: ``+key=`` is taken silently."""
+    found = read(
+        "megatron-bridge",
+        "model.num_layers=32 model.tensor_model_parallel_size=2 +model.no_such=1 train.micro_batch_size=1",
+        tmp_path,
+    )
+    assert found.layout.tp == 2
+    assert [p.split(",")[0] for p in found.problems] == ["model.no_such is added with +"]
+
+
 TITAN = "ParallelismConfig({})\nTrainingConfig(local_batch_size=8, global_batch_size=512, seq_len=8192)\nmodel_registry({})\n"
 
 

@@ -1,50 +1,15 @@
-"""Import from DeepSpeed and Accelerate: what was emitted comes back equal, real-world files are read, bad ones refused in one line."""
+"""Import from DeepSpeed and Accelerate: real-world files are read, bad ones refused in one line."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 import yaml
-from plans import job_of, plan_of
-from samples import layouts
 
-from cost_models.layout import Layout
-from planner.emit import accelerate, deepspeed
-from planner.emit.core import EmitSettings
 from planner.emit.imported import read_configuration
 from profiles.errors import InputError
-
-FILES = {"deepspeed": "ds_config.json", "accelerate": "accelerate.yaml"}
-
-
-def same(layout: Layout) -> Layout:
-    """The layout with what cannot differ in its way of running written one way: no sharding means replicas."""
-    if layout.zero == 0 or layout.dp_shard * layout.cp == 1:
-        layout = layout.with_(dp_replicate=layout.dp, dp_shard=1, zero=0)
-    return layout
-
-
-@pytest.mark.parametrize("target", ["deepspeed", "accelerate"])
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b"])
-def test_what_was_emitted_is_read_back_equal(tmp_path: Path, target: str, model: str) -> None:
-    module = {"deepspeed": deepspeed, "accelerate": accelerate}[target]
-    job = job_of(model, execution=target, global_batch=1536)
-    for layout in itertools.islice(layouts(job, 5), 12):
-        made = module.program(plan_of(job, layout, legal=False), EmitSettings())
-        for name, text in made.files.items():
-            (tmp_path / name).write_text(text)
-        found = read_configuration(
-            target, tmp_path / FILES[target], layout.world if target == "deepspeed" and layout.tp > 1 else None
-        )
-        wanted = layout if layout.cp > 1 else layout.with_(cp_kind="ring")
-        got = found.layout if found.layout.cp > 1 else found.layout.with_(cp_kind="ring")
-        dispatcher = wanted.dispatcher if wanted.ep > 1 else "alltoall"
-        assert same(got) == same(wanted.with_(dispatcher=dispatcher)), layout
-        assert found.job["global_batch"] == 1536
-        assert (found.job["precision"], found.job["seq_len"]) == ("bf16", 8192)
 
 
 def test_a_trainers_json_with_auto_values_is_read_with_notes(tmp_path: Path) -> None:

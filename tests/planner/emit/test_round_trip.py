@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from samples import layouts
 from cost_models.job import Job
 from cost_models.layout import Layout, even_split
 from planner.emit.core import EmitSettings, emit
-from planner.emit.imported import Imported, read_configuration
+from planner.emit.imported import read_configuration
+from planner.plan import Plan
 from planner.rules.cluster import same_placement
 from profiles.errors import InputError
 
@@ -36,27 +39,54 @@ def canonical(job: Job, layout: Layout) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def returned(job: Job, layout: Layout, target: str, file: str, out: Path) -> Imported:
-    emit(plan_of(job, layout, legal=False), target, "torchrun", out, EmitSettings())
-    return read_configuration("megatron" if target == "megatron" else "torchtitan", out / file, layout.world)
+FILES = {
+    "megatron": "launch.sh", "megatron-bridge": "launch.sh", "torchtitan": "axisplan_config.py", "deepspeed": "ds_config.json",
+    "accelerate": "accelerate.yaml",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("target", "file"), [("megatron", "launch.sh"), ("torchtitan", "axisplan_config.py")])
+@pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b"])
-def test_what_is_emitted_is_read_back_as_the_same_plan(target: str, file: str, model: str, tmp_path: Path) -> None:
+def test_what_is_emitted_is_read_back_as_the_same_plan(target: str, model: str, tmp_path: Path) -> None:
     job = job_of(model, execution=target, seq_len=4096, global_batch=1536)
-    compared = 0
-    for layout in itertools.islice(layouts(job, 5), 25):
-        try:
-            found = returned(job, layout, target, file, tmp_path / str(compared))
-        except InputError as error:
-            if error.field != "--target":
-                raise
-            continue
-        compared += 1
+    for index, layout in enumerate(itertools.islice(layouts(job, 5), 20)):
+        out = tmp_path / str(index)
+        emit(plan_of(job, layout, legal=False), target, "torchrun", out, EmitSettings())
+        found = read_configuration(target, out / FILES[target], layout.world)
         assert canonical(job, found.layout) == canonical(job, layout), str(layout)
         assert found.job == {"seq_len": 4096, "global_batch": 1536, "precision": "bf16", "optimizer": "adamw"}
-    assert compared >= 15
+        assert (found.execution, found.problems) == (target, ())
+
+
+def test_a_plan_for_our_own_runtime_is_in_its_folder_as_it_is(tmp_path: Path) -> None:
+    plan = plan_of(job_of(execution="axisplan"), "tp=2,pp=2,zero=1")
+    emit(plan, "axisplan", "torchrun", tmp_path / "launch", EmitSettings())
+    assert Plan.load(tmp_path / "launch" / "plan.json") == plan
+
+
+@pytest.mark.parametrize("target", FILES)
+def test_what_would_be_faster_than_what_runs_today_is_answered_by_the_commands_that_import_names(
+    target: str, tmp_path: Path, invoke: Any
+) -> None:
+    """estimate of the imported layout, the fastest plan, and why the layout is not it: as printed, with model and cluster filled in."""
+    job = job_of("llama-3.2-1b", "h100-sxm:1x8", target, 4096, 64)
+    today = "tp=2,zero=2" if target in ("torchtitan", "accelerate") else "tp=2,zero=1"
+    emit(plan_of(job, today), target, "torchrun", tmp_path / "launch", EmitSettings())
+    code, layout, said = invoke("import", "--from", target, str(tmp_path / "launch" / FILES[target]), "--gpus", "8")
+    assert code == 0
+    commands = [line.partition("axisplan ")[2] for line in said.splitlines() if "axisplan " in line]
+    filled = [c.replace("MODEL", "llama-3.2-1b").replace("--cluster C", "--cluster h100-sxm:1x8") for c in commands]
+    words = [[w.replace("plan.json", str(tmp_path / "plan.json")) for w in shlex.split(c)] for c in filled]
+    assert [w[0] for w in words] == ["estimate", "plan", "explain"]
+    seconds = []
+    for command in words:
+        code, out, error = invoke(*command, "--json")
+        assert code == 0, error
+        seconds.append(json.loads(out))
+    fastest = seconds[1]["estimate"]["step_seconds"]
+    assert fastest < seconds[0]["step_seconds"]
+    assert seconds[2]["why_not"]["slower"] == pytest.approx(seconds[0]["step_seconds"] / fastest - 1)
+    assert layout.strip() in " ".join(words[2])
 
 
 def test_a_script_with_arrays_variables_and_continuations_is_read(tmp_path: Path) -> None:
