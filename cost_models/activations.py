@@ -8,17 +8,19 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from cost_models import split_backward
 from cost_models.arrays import maximum, minimum, where
 from cost_models.fully_sharded import Units, by_unit
 from cost_models.head_ops import vocab_rows
 from cost_models.job import Job
-from cost_models.layer_cost import LayerCost, Local
-from cost_models.layers import embedding_operations, first_layer, head_operations, layer_operations, mtp_operations
+from cost_models.layer_cost import LOSS, Local
+from cost_models.layers import first_layer
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.measured import measured_saved
 from cost_models.recompute import kept_bytes
-from cost_models.stage_states import unit_holding
+from cost_models.split_backward import weight_pass_peak
 from cost_models.state_bytes import shards
+from cost_models.units import Unit, microbatch_key, unit_cost
 from profiles.operations import Number
 
 
@@ -26,20 +28,16 @@ from profiles.operations import Number
 class ChunkMemory:
     """Bytes per microbatch on one rank. ``kept``: from forward to backward. ``weight_pass``: held from input-gradient to
     weight-gradient pass. ``loss`` and ``backward``: the most that exists beyond ``kept`` (of this microbatch) at the loss (None
-    where the chunk has none) and in the backward of its layers. ``largest``: kept by its largest layer."""
+    where the chunk has none) and in a whole backward. ``largest``: kept by its largest layer. ``input_pass`` and ``ending``: the
+    most that exists beyond ``weight_pass`` in the input-gradient and in the weight-gradient pass."""
 
     kept: Number = 0
     weight_pass: Number = 0
     loss: Number | None = None
     backward: Number = 0
     largest: Number = 0
-    left: Number = 0
-    """What an input-gradient pass that frees nothing leaves beyond ``kept`` (``Execution.split_backward_keeps_graph``)."""
-    passing: Number = 0
-    """The most beyond that while it runs."""
+    input_pass: Number = 0
     ending: Number = 0
-    """The most beyond ``kept`` and ``left`` in the weight-gradient pass: at its end, when its gradients wait to be taken; in the
-    first chunk, whose input-gradient pass is empty, a whole backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,12 @@ def chunk_memory(job: Job, layout: Layout, chunk: int) -> ChunkMemory:
     """The memory of ``chunk`` under ``layout``."""
     first, last = chunk == 0, chunk == layout.chunks - 1
     once = layout.microbatches(job.global_batch) == 1
-    return assemble(job, layout, runs_of(job, layout, chunk), first=first, last=last, boundary=not last, once=once)
+    return assemble(job, layout, runs_of(job, layout, chunk), first=first, last=last, boundary=sends_on(layout, chunk), once=once)
+
+
+def sends_on(layout: Layout, chunk: int) -> bool:
+    """Whether a chunk's output goes to another rank: where a V turns it is the input that the next chunk keeps."""
+    return chunk < layout.chunks - 1 and layout.rank_of_chunk(chunk + 1) != layout.rank_of_chunk(chunk)
 
 
 def assemble(
@@ -92,6 +95,7 @@ def assemble(
     weight_pass: Number = 0
     largest: Number = 0
     freed: Number = 0
+    above: Number = 0
     loss: Number | None = None
     backward: Number = 0
     if last:
@@ -103,6 +107,7 @@ def assemble(
             weight_pass = weight_pass + tail.weight_pass
             loss = tail.transient if loss is None else maximum(loss, tail.transient + waiting_head_gradient(job, degrees) - freed)
             freed = freed + tail.kept
+            above = above + tail.loss
     together = job.execution.recompute_unit
     for run in reversed(runs):
         unit = unit_memory(job, degrees, run.kind, run.rule)
@@ -117,7 +122,9 @@ def assemble(
         largest = maximum(largest, unit.kept)
         freed = freed + total
     if first:
-        kept = kept + unit_memory(job, degrees, "embedding").kept
+        embedding = unit_memory(job, degrees, "embedding")
+        kept = kept + embedding.kept
+        backward = maximum(backward, embedding.transient - freed)
         if runs and runs[0].rule.mode == "none":
             kept = kept - unit_memory(job, degrees, "first", RecomputeRule(runs[0].kind, None, "none")).kept
     if boundary and job.execution.pipeline_output_kept:
@@ -132,19 +139,12 @@ def assemble(
         bucket = gradient_buckets(job, degrees, runs, first=first, last=last)
         backward = backward + bucket
     if not job.execution.split_backward_keeps_graph:
-        return ChunkMemory(kept, weight_pass, loss, backward, largest, ending=backward)
-    if first:
-        return ChunkMemory(kept, kept, loss, backward, largest, ending=backward)
-    return ChunkMemory(
-        kept,
-        weight_pass,
-        loss,
-        backward,
-        largest,
-        weight_pass - kept,
-        unit_memory(job, degrees, "passing").kept,
-        weight_gradients(job, degrees, runs, last=last) + bucket - weight_pass,
-    )
+        return ChunkMemory(kept, weight_pass, loss, backward, largest, kept + backward - weight_pass, backward)
+    if first:  # its input-gradient pass is empty
+        return ChunkMemory(kept, kept, loss, backward, largest, 0, backward)
+    input_pass = unit_memory(job, degrees, "joining").kept + above
+    ending = weight_pass_peak(job, degrees, _weight_pass_units(job, degrees, runs, last=last), bucket)
+    return ChunkMemory(kept, weight_pass, loss, backward, largest, input_pass, ending)
 
 
 def gradient_buckets(job: Job, degrees: Any, runs: Iterable[Run], *, first: bool, last: bool) -> Number:
@@ -180,12 +180,19 @@ def waiting_head_gradient(job: Job, degrees: Any) -> Number:
     return execution.weight_gradient_bytes * local.bytes / 2 * vocab_rows(local) * width
 
 
-def weight_gradients(job: Job, degrees: Any, runs: Iterable[Run], *, last: bool) -> Number:
-    """Bytes of the gradients that autograd makes for all weights of a chunk."""
-    count: Number = sum(unit_holding(job, degrees, run.kind)[1].all * run.count for run in runs)
-    if last:
-        count = count + unit_holding(job, degrees, "head")[1].all
-    return count * job.execution.weight_gradient_bytes * (2 if job.precision == "fp32" else 1)
+def _weight_pass_units(job: Job, degrees: Any, runs: Iterable[Run], *, last: bool) -> list[split_backward.Unit]:
+    """The units of a chunk in the order of its weight-gradient pass."""
+
+    def unit(name: int | str, rule: RecomputeRule, count: int) -> split_backward.Unit:
+        memory = unit_memory(job, degrees, name, rule)
+        return name, count, memory.weight_pass, memory.within
+
+    layers = [unit(run.kind, run.rule, run.count) for run in runs]
+    if not last:
+        return layers
+    modules = [unit("mtp", PLAIN, job.model.mtp)] if job.model.mtp else []
+    head = [unit("head", PLAIN, 1)]
+    return [*head, *layers, *modules] if job.model.tied else [*layers, *modules, *head]
 
 
 def _unit_by_unit(
@@ -232,7 +239,7 @@ def _unit_by_unit(
 class UnitMemory:
     """A layer kind under a recompute rule, or an end of the model, per microbatch on one rank: bytes ``kept``, ``saved`` without
     recompute, held for the weight pass, and the most that exists beyond them (``waiting``: where weight gradients wait for each
-    other); its input's gradient (``stream``)."""
+    other); its input's gradient (``stream``); what the ``loss`` saves."""
 
     kept: Number
     saved: Number
@@ -240,33 +247,33 @@ class UnitMemory:
     transient: Number
     waiting: Number
     stream: Number
+    loss: Number = 0
+    within: Number = 0
+    """``split_backward.within``."""
 
 
 PLAIN = RecomputeRule(0, None, "none")
 
 
-def unit_memory(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule = PLAIN) -> UnitMemory:
+def unit_memory(job: Job, degrees: Any, unit: Unit, rule: RecomputeRule = PLAIN) -> UnitMemory:
     """The memory of a layer kind by its index, or of ``embedding``, ``head``, ``mtp``, of the ``boundary`` tensor between stages, or
-    of what is ``passing`` where the gradients of a layer's input come together: two of them and their sum, over TP.
+    of the ``joining`` gradients of a layer's input.
 
     Remembered: by the fields of a ``Layout`` that matter to it, or by the arrays themselves (``memory_bulk.LayoutArrays``).
     """
     if isinstance(degrees, Layout):
-        return _remembered(job, _key(degrees), unit, rule)
-    if hasattr(degrees, "remember"):
-        found: UnitMemory = degrees.remember(("unit", unit, rule), lambda d: _unit(job, d, unit, rule))
-        return found
-    return _unit(job, degrees, unit, rule)
+        return _remembered(job, microbatch_key(degrees), unit, rule)
+    found: UnitMemory = degrees.remember(("unit", unit, rule), lambda d: _unit(job, d, unit, rule))
+    return found
 
 
-def _unit(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule) -> UnitMemory:
+def _unit(job: Job, degrees: Any, unit: Unit, rule: RecomputeRule) -> UnitMemory:
     if unit == "boundary":
         local = Local(job, degrees)
         size = local.split_tokens * job.model.hidden * local.bytes
         return UnitMemory(size, size, 0, 0, 0, 0)
-    if unit == "passing":
-        local = Local(job, degrees)
-        size = (1 if job.execution.fused_qkv else 3) * local.tokens * job.model.hidden * local.bytes
+    if unit == "joining":
+        size = split_backward.joining_gradients(job, degrees)
         return UnitMemory(size, size, 0, 0, 0, 0)
     if unit == "first":
         whole = unit_cost(job, degrees, rule.first)
@@ -282,36 +289,14 @@ def _unit(job: Job, degrees: Any, unit: int | str, rule: RecomputeRule) -> UnitM
         cost.transient,
         cost.waiting,
         cost.input_bytes,
+        sum(s.bytes for s in cost.saved if s.name in LOSS),
+        split_backward.within(job, cost),
     )
 
 
-def unit_cost(job: Job, degrees: Any, unit: int | str) -> LayerCost:
-    """The operations of a unit."""
-    if isinstance(degrees, Layout):
-        return _cost(job, _key(degrees), unit)
-    if unit == "embedding":
-        return embedding_operations(job, degrees)
-    if unit == "head":
-        return head_operations(job, degrees)
-    if unit == "mtp":
-        return mtp_operations(job, degrees)
-    return layer_operations(job, degrees, job.model.kinds[int(unit)])
-
-
 @lru_cache(maxsize=32768)
-def _remembered(job: Job, key: Layout, unit: int | str, rule: RecomputeRule) -> UnitMemory:
+def _remembered(job: Job, key: Layout, unit: Unit, rule: RecomputeRule) -> UnitMemory:
     return _unit(job, key, unit, rule)
-
-
-@lru_cache(maxsize=8192)
-def _cost(job: Job, key: Layout, unit: int | str) -> LayerCost:
-    if unit == "embedding":
-        return embedding_operations(job, key)
-    if unit == "head":
-        return head_operations(job, key)
-    if unit == "mtp":
-        return mtp_operations(job, key)
-    return layer_operations(job, key, job.model.kinds[int(unit)])
 
 
 def offloaded(activations: Number, chunks: Iterable[ChunkMemory]) -> Number:
@@ -320,27 +305,3 @@ def offloaded(activations: Number, chunks: Iterable[ChunkMemory]) -> Number:
     for chunk in chunks:
         largest = maximum(largest, chunk.largest)
     return minimum(activations, 2 * largest)
-
-
-def _key(layout: Layout) -> Layout:
-    """``layout`` without what the operations of one microbatch do not depend on."""
-    return _microbatch_key(
-        layout.tp,
-        layout.cp,
-        layout.cp_kind,
-        layout.ep,
-        layout.etp,
-        layout.sp,
-        layout.micro_batch,
-        layout.dispatcher,
-        layout.capacity,
-    )
-
-
-@lru_cache(maxsize=16384)
-def _microbatch_key(
-    tp: int, cp: int, cp_kind: str, ep: int, etp: int, sp: bool, micro_batch: int, dispatcher: str, capacity: float
-) -> Layout:
-    return Layout(
-        tp=tp, cp=cp, cp_kind=cp_kind, ep=ep, etp=etp, sp=sp, micro_batch=micro_batch, dispatcher=dispatcher, capacity=capacity
-    )

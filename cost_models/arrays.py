@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,11 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
 
 def maximum(a: Any, b: Any) -> Any:
     return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else max(a, b)
+
+
+def most(values: Iterable[Any]) -> Any:
+    """The largest of some numbers, or of arrays element by element."""
+    return reduce(maximum, values)
 
 
 def minimum(a: Any, b: Any) -> Any:

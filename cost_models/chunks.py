@@ -13,14 +13,15 @@ from functools import lru_cache
 from cost_models.communication import Network, add_bytes
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
-from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, PassSeconds, layer_key, unit_cost, unit_seconds, unit_weights
+from cost_models.passes import NO_RECOMPUTE, PassSeconds, layer_key, unit_seconds, unit_weights
 from cost_models.pipeline import Timeline, simulate
 from cost_models.stage_states import ranks_chunks, stage_holding
 from cost_models.states import Holding
+from cost_models.units import EMBEDDING, HEAD, MTP, Unit, unit_cost
 from cost_models.update import Update, update_seconds
 from profiles.operations import Matmul
 
-Part = tuple[int, RecomputeRule]
+Part = tuple[Unit, RecomputeRule]
 """A unit and its recompute rule."""
 Parts = tuple[tuple[Part, int], ...]
 """What a chunk is made of: units and how many of each."""
@@ -112,13 +113,12 @@ def rank_update(job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], rank: 
         weights = weights + chunk.weights
     matrices: tuple[Matmul, ...] = ()
     if job.optimizer == "muon":
-        key = layer_key(job, layout)
         matrices = tuple(
             op
             for chunk in held
             for (unit, _), count in chunk.parts
-            if unit >= 0
-            for op in unit_cost(job, key, unit).backward_weight * count
+            if isinstance(unit, int)
+            for op in unit_cost(job, layout, unit).backward_weight * count
             if isinstance(op, Matmul)
         )
     ends = job.model.tied and layout.pp > 1 and bool({0, layout.chunks - 1} & set(ranks_chunks(layout, rank)))

@@ -230,6 +230,11 @@ class Execution(TimeFacts):
     def unfused(self) -> bool:
         return self.attention == "unfused"
 
+    @property
+    def slack(self) -> float:
+        """Reserved over allocated bytes of this framework's element-wise work."""
+        return self.eager_reserved_ratio if self.elementwise == "eager" else self.reserved_ratio
+
     def with_(self, **facts: Any) -> Execution:
         return replace(self, **facts)
 

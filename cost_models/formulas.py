@@ -39,7 +39,7 @@ def memory_formulas(job: Job, layout: Layout, rank: int = 0) -> tuple[Formula, .
 
     weights, grads = (float(held.dense), float(held.expert)), (float(trained.dense), float(trained.expert))
     execution = job.execution
-    slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
+    slack = execution.slack
     return (
         Formula("parameters", over(zero == 3, each.weight, weights), stage.parameters, ZERO, zero == 3),
         Formula("gradients", over(zero >= 2, each.gradient, grads), stage.gradients, ZERO, zero >= 2),

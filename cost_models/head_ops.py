@@ -16,13 +16,18 @@ def vocab_rows(local: Local) -> Number:
 
 
 def embedding_operations(local: Local) -> LayerCost:
-    """Lookup of token rows split over TP by vocabulary, the reduction of its partial sums, dropout, an optional norm."""
+    """Lookup of token rows split over TP by vocabulary, the reduction of its partial sums, dropout, an optional norm.
+
+    ``transient``: the gradients of its output and of its weight."""
     model, execution = local.model, local.execution
     b = Builder(local, "embedding")
     width = model.embedding_width or model.hidden
     size = local.tokens * width * local.bytes
     b.forward.append(Pointwise(2 * size, 1, "embedding"))
     b.weight_pass("embedding", 3 * size)
+    gradients = (
+        size + where(local.sp > 1, local.split_tokens * width * local.bytes, 0) + b.weight_gradient(vocab_rows(local) * width)
+    )
     masked = where(local.degrees.tp > 1, 1, 0) if execution.vocab_parallel else 0
     if local.job.trains("embedding"):
         b.keep("token_ids", (8 + masked) * local.tokens)
@@ -39,7 +44,7 @@ def embedding_operations(local: Local) -> LayerCost:
         elements = local.split_tokens * model.hidden
         b.pointwise("embedding_dropout", 5 * elements, 5 * elements)
         b.keep("embedding_dropout_mask", elements)
-    return b.done()
+    return b.done(transient=gradients)
 
 
 def head_operations(local: Local) -> LayerCost:

@@ -20,8 +20,10 @@ from typing import Any
 from profiles.errors import InputError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
-SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
-"""Schedules that run the input gradient (B) and the weight gradient (W) apart."""
+ZERO_BUBBLE = ("zb-h1", "zb-h2", "zb-v")
+"""Schedules that run the input gradient (B) and the weight gradient (W) of every microbatch apart."""
+SPLIT_BACKWARD = (*ZERO_BUBBLE, "dualpipe", "dualpipe-v")
+"""Those, and the ones that do so for some microbatches."""
 V_SHAPED = ("zb-v", "dualpipe-v")
 """Schedules that place chunk c and chunk 2*pp-1-c on one rank."""
 DENSE_AXES = ("tp", "cp", "dp_shard", "dp_replicate", "pp")

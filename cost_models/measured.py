@@ -43,7 +43,7 @@ def covers(job: Job, degrees: Any, row: MeasuredLayer) -> Any:
 
 
 def measured_pace(
-    job: Job, degrees: Any, unit: int, forward: Number, backward: Number, mean: tuple[float, float]
+    job: Job, degrees: Any, unit: int | str, forward: Number, backward: Number, mean: tuple[float, float]
 ) -> tuple[Number, Number]:
     """(forward, backward): measured over analytic compute seconds (``forward``, ``backward``); ``mean`` where nothing was measured."""
     ahead: Number = mean[0]

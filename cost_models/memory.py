@@ -8,19 +8,22 @@ tensors (``layers``) and the recompute rule; states from ``state_bytes``. *Alloc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from typing import Any
 
-from cost_models.activations import ChunkMemory, chunk_memory, offloaded
+from cost_models.activations import ChunkMemory, Run, chunk_memory, offloaded, runs_of
+from cost_models.arrays import maximum, minimum, plain, where
 from cost_models.job import Job
-from cost_models.layout import Layout
+from cost_models.layout import ZERO_BUBBLE, Layout
 from cost_models.overheads import communicators, gathered_buffers, graph_pool, initial_bytes, lasting_buffers, optimizer_temporary
 from cost_models.schedules import in_flight
-from cost_models.stage_states import ranks_chunks, stage_holding
+from cost_models.stage_states import Units, ranks_chunks, stage_holding, stage_units
 from cost_models.state_bytes import States
 from cost_models.state_bytes import states as states_of
 from profiles.errors import InputError
+from profiles.operations import Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +33,27 @@ class StageMemory:
     node's side, per rank."""
 
     stage: int
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    temporary: float
-    communication: float
-    peak_allocated: float
-    peak_reserved: float
-    device: float
-    init_peak: float
-    host: float = 0.0
-    peak_at: str = ""
+    parameters: Number
+    gradients: Number
+    optimizer: Number
+    activations: Number
+    temporary: Number
+    communication: Number
+    peak_allocated: Number
+    peak_reserved: Number
+    device: Number
+    init_peak: Number
+    host: Number = 0.0
+    peak_at: Any = ""
 
     @property
-    def states(self) -> float:
+    def states(self) -> Number:
         return self.parameters + self.gradients + self.optimizer
 
     @property
-    def needed(self) -> float:
+    def needed(self) -> Number:
         """Device bytes the rank needs at its fullest, building the model included."""
-        return max(self.device, self.init_peak)
+        return maximum(self.device, self.init_peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +63,22 @@ class Fixed:
     built."""
 
     states: States
-    lasting: float
-    gathered: tuple[float, float]
-    update: float
-    communication: float
-    outside: float
-    initial: float
+    lasting: Number
+    gathered: tuple[Number, Number]
+    update: Number
+    communication: Number
+    outside: Number
+    initial: Number
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The fullest moment: activations, temporaries beside the states, its name; activations that offloading moves to the host."""
 
-    activations: float
-    temporary: float
-    moment: str
-    offloaded: float = 0.0
+    activations: Number
+    temporary: Number
+    moment: Any
+    offloaded: Number = 0.0
 
 
 @lru_cache(maxsize=256)
@@ -85,95 +88,128 @@ def stage_memory(job: Job, layout: Layout) -> tuple[StageMemory, ...]:
     if microbatches < 1:
         need = layout.micro_batch * layout.dp
         raise InputError("global_batch", job.global_batch, f"must be at least micro_batch * dp = {need}", need)
-    held = in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)
-    out = []
-    for rank in range(layout.pp):
-        chunks = {chunk: chunk_memory(job, layout, chunk) for chunk in ranks_chunks(layout, rank)}
-        fixed = fixed_part(job, layout, rank)
-        out.append(rank_memory(job, rank, fixed, peak(layout, fixed, chunks, held[rank].snapshots)))
-    return tuple(out)
+    return tuple(ranks_memory(job, layout, microbatches))
 
 
-def fixed_part(job: Job, layout: Layout, rank: int) -> Fixed:
+def ranks_memory(job: Job, layout: Any, microbatches: int) -> Iterator[StageMemory]:
+    """Memory of each pipeline rank of a ``Layout``, or of many that agree in all but their degrees (``memory_bulk.LayoutArrays``)."""
+    last = layout.chunks - 1
+    fixed: dict[Units, Fixed] = {}
+    alike: dict[tuple[tuple[Run, ...], bool, bool], ChunkMemory] = {}
+    for rank, held in enumerate(in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)):
+        units, chunks = stage_units(job, layout, rank), {}
+        if units not in fixed:
+            fixed[units] = fixed_part(job, layout, rank)
+        for chunk in ranks_chunks(layout, rank):
+            key = (runs_of(job, layout, chunk), chunk == 0, chunk == last)
+            if key not in alike:
+                alike[key] = chunk_memory(job, layout, chunk)
+            chunks[chunk] = alike[key]
+        yield rank_memory(job, rank, fixed[units], peak(layout, fixed[units], chunks, held.snapshots))
+
+
+def fixed_part(job: Job, layout: Any, rank: int) -> Fixed:
     """What pipeline rank ``rank`` holds throughout."""
     holding, trained = stage_holding(job, layout, rank)
     states = states_of(job, layout, holding, trained)
-    lasting = float(lasting_buffers(job, layout, rank))
-    loss, backward = gathered_buffers(job, layout, rank)
-    communication = float(communicators(job, layout))
+    lasting = lasting_buffers(job, layout, rank)
+    communication = communicators(job, layout)
     return Fixed(
         states,
         lasting,
-        (float(loss), float(backward)),
-        lasting + float(optimizer_temporary(job, layout, holding)),
+        gathered_buffers(job, layout, rank),
+        lasting + optimizer_temporary(job, layout, holding),
         communication,
-        communication + float(job.cluster.gpu.context_bytes),
-        float(initial_bytes(job, holding, states)),
+        communication + job.cluster.gpu.context_bytes,
+        initial_bytes(job, holding, states),
     )
 
 
 Snapshot = tuple[tuple[int, int, int], ...]
 """(chunk, microbatches alive, microbatches held for the weight gradient) of each chunk: ``schedules.InFlight``."""
+Moment = tuple[Number, Number, Any]
+"""Bytes of activations, of temporaries beside them, and what the moment is called."""
 
 
-def peak(layout: Layout, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots: Sequence[Snapshot]) -> Peak:
+def peak(layout: Any, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots: Sequence[Snapshot]) -> Peak:
     """The fullest moment of a rank with these ``chunks`` over the schedule's ``snapshots``."""
-    moments = [
-        found for snapshot in snapshots for found in _moments(chunks, snapshot, fixed.gathered, layout.schedule in ZERO_BUBBLE)
-    ]
-    activations, temporary, moment = max(moments, key=lambda found: found[0] + found[1])
-    away = 0.0
+    whole = layout.schedule not in ZERO_BUBBLE
+    moments = (found for snapshot in snapshots for found in _moments(chunks, snapshot, fixed.gathered, whole))
+    activations, temporary, moment = reduce(_fuller, moments)
+    away: Number = 0.0
     if "activations" in layout.offload:
-        stays = float(offloaded(activations, chunks.values()))
+        stays = offloaded(activations, chunks.values())
         away, activations = activations - stays, stays
-    temporary += fixed.lasting
-    if fixed.update > activations + temporary:
-        return Peak(0.0, fixed.update, "optimizer step", away)
-    below = min(0.0, temporary)  # the moment holds less than the steady gradients: told of the activations, no category is negative
-    return Peak(activations + below, temporary - below, moment, away)
+    temporary = temporary + fixed.lasting
+    stepping = fixed.update > activations + temporary
+    below = minimum(
+        0.0, temporary
+    )  # the moment holds less than the steady gradients: told of the activations, no category is negative
+    return Peak(
+        where(stepping, 0.0, activations + below),
+        where(stepping, fixed.update, temporary - below),
+        where(stepping, "optimizer step", moment),
+        away,
+    )
 
 
-ZERO_BUBBLE = ("zb-h1", "zb-h2", "zb-v")
-"""Schedules that split the backward of every microbatch."""
+def _fuller(one: Moment, other: Moment) -> Moment:
+    more = other[0] + other[1] > one[0] + one[1]
+    return (where(more, other[0], one[0]), where(more, other[1], one[1]), where(more, other[2], one[2]))
 
 
 def _moments(
-    chunks: Mapping[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[float, float], split: bool
-) -> list[tuple[float, float, str]]:
-    """(activations, temporaries, name) at the moments around one snapshot of the schedule: the loss and the backward of a layer,
-    of the chunk with activations alive that needs most. What an input-gradient pass leaves may be more than what it found."""
-    kept = float(sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot))
-    running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
-    losses = [float(c.loss) for c in running if c.loss is not None]
-    if split:
-        out = [(kept, float(max(c.left + c.passing for c in running)), "input gradients of a chunk")]
-        out.append((kept, float(max(c.left + c.ending for c in running)) + gathered[1], "weight gradients of a chunk"))
-    else:
-        out = [(kept, max(float(c.backward) for c in running) + gathered[1], "backward of a layer")]
-    if losses:
-        out.append((kept, max(losses) + gathered[0], "loss"))
-    return out
+    chunks: Mapping[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[Number, Number], whole: bool
+) -> Iterator[Moment]:
+    """The moments around one snapshot of the schedule."""
+    kept = kept_at(chunks, snapshot)
+    if not whole:
+        yield kept, 0.0, "forward"
+    for chunk, alive, held in snapshot:
+        for name, beyond in beyond_kept(chunks[chunk], alive, held, gathered, whole):
+            yield kept, beyond, name
+
+
+def kept_at(chunks: Mapping[int, ChunkMemory], snapshot: Snapshot) -> Number:
+    """What the chunks' microbatches keep at a snapshot."""
+    total: Number = 0
+    for c, alive, held in snapshot:
+        total = total + alive * chunks[c].kept + (held * chunks[c].weight_pass if held else 0)
+    return total
+
+
+def beyond_kept(
+    chunk: ChunkMemory, alive: int, held: int, gathered: tuple[Number, Number], whole: bool
+) -> Iterator[tuple[str, Number]]:
+    """(moment, the most bytes beyond what is kept) while a chunk with so many microbatches alive and held for their weight
+    gradients runs; ``whole``: backwards that are not split happen. An input-gradient pass is told of by what it leaves."""
+    if alive and chunk.loss is not None:
+        yield "loss", chunk.loss + gathered[0]
+    if alive and whole:
+        yield "backward of a layer", chunk.backward + gathered[1]
+    if held:
+        yield "input gradients of a chunk", chunk.input_pass
+        yield "weight gradients of a chunk", chunk.ending + gathered[1]
 
 
 def rank_memory(job: Job, rank: int, fixed: Fixed, fullest: Peak) -> StageMemory:
     """The figures of a rank from its parts. ``StageMemory.needed`` is what must fit."""
-    execution, states = job.execution, fixed.states
-    slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
-    allocated = float(states.total) + fullest.activations + fullest.temporary
-    reserved = allocated * slack + execution.workspace_bytes
+    states, slack = fixed.states, job.execution.slack
+    allocated = states.total + fullest.activations + fullest.temporary
+    reserved = allocated * slack + job.execution.workspace_bytes
     return StageMemory(
         rank,
-        float(states.parameters),
-        float(states.gradients),
-        float(states.optimizer),
-        fullest.activations,
-        fullest.temporary,
-        fixed.communication,
-        allocated,
-        reserved,
-        reserved + fixed.outside + float(graph_pool(job, fullest.activations)),
-        fixed.initial * slack + fixed.outside,
-        float(states.host) + fullest.offloaded,
+        plain(states.parameters),
+        plain(states.gradients),
+        plain(states.optimizer),
+        plain(fullest.activations),
+        plain(fullest.temporary),
+        plain(fixed.communication),
+        plain(allocated),
+        plain(reserved),
+        plain(reserved + fixed.outside + graph_pool(job, fullest.activations)),
+        plain(fixed.initial * slack + fixed.outside),
+        plain(states.host + fullest.offloaded),
         fullest.moment,
     )
 

@@ -1,8 +1,6 @@
-"""Memory of ten thousand layouts at once: the formulas of ``cost_models.memory`` with arrays for the degrees.
+"""Memory of ten thousand layouts at once: ``cost_models.memory`` with arrays for the degrees.
 
-Layouts that share everything but their degrees (``LayoutArrays``) are costed together. ``device_bytes`` equals
-``max(stage.needed)`` of ``stage_memory``; ``least_device_bytes`` bounds it from below over all stage splits and recompute choices,
-for cutting whole prefixes of a search.
+Layouts that share everything but their degrees (``LayoutArrays``) are costed together; what a microbatch costs is shared by all of a job.
 """
 
 from __future__ import annotations
@@ -14,22 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.activations import ChunkMemory, assemble, offloaded, runs_of, unit_memory
-from cost_models.arrays import maximum
+from cost_models.arrays import most
 from cost_models.job import Job
-from cost_models.layout import Layout, Recompute, RecomputeRule
-from cost_models.memory import ZERO_BUBBLE, Snapshot
-from cost_models.overheads import (
-    communicators,
-    gathered_buffers,
-    graph_pool,
-    initial_bytes,
-    lasting_buffers,
-    optimizer_temporary,
-)  # fmt: skip
-from cost_models.schedules import in_flight
-from cost_models.stage_states import ranks_chunks, stage_holding, unit_holding
-from cost_models.state_bytes import states
+from cost_models.layout import Layout, Recompute
+from cost_models.memory import ranks_memory
 
 Floats = npt.NDArray[np.float64]
 DEGREES = ("tp", "ep", "etp", "dp_replicate", "dp_shard", "micro_batch")
@@ -129,7 +115,7 @@ def device_bytes(job: Job, layouts: Sequence[Layout]) -> Floats:
     """Device bytes that the worst rank of each layout needs: ``max(s.needed for s in stage_memory(job, layout))``."""
     out = np.zeros(len(layouts))
     for arrays, places, microbatches in grouped(job, layouts):
-        out[places] = _needed(job, arrays, microbatches)
+        out[places] = most(stage.needed for stage in ranks_memory(job, arrays, microbatches))
     return out
 
 
@@ -142,112 +128,3 @@ def _take(value: Any, at: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return type(value)(*(_take(getattr(value, f.name), at) for f in fields(value)))
     return value
-
-
-def _needed(job: Job, arrays: LayoutArrays, microbatches: int) -> Floats:
-    layout, execution = arrays.like, job.execution
-    slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
-    outside = communicators(job, arrays) + job.cluster.gpu.context_bytes
-    alike: dict[Any, Any] = {}
-    chunk_cache: dict[Any, ChunkMemory] = {}
-    worst: Any = 0.0
-    for rank, held in enumerate(in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)):
-        chunks = {}
-        shape = []
-        for chunk in ranks_chunks(layout, rank):
-            first, last = chunk == 0, chunk == layout.chunks - 1
-            key = (runs_of(job, layout, chunk), first, last)
-            if key not in chunk_cache:
-                chunk_cache[key] = assemble(job, arrays, key[0], first=first, last=last, boundary=not last, once=microbatches == 1)
-            chunks[chunk] = chunk_cache[key]
-            shape.append(key)
-        if tuple(shape) not in alike:
-            holding, trained = stage_holding(job, arrays, rank)
-            held_states = states(job, arrays, holding, trained)
-            lasting = lasting_buffers(job, arrays, rank)
-            alike[tuple(shape)] = (
-                held_states.total, lasting, gathered_buffers(job, arrays, rank),
-                lasting + optimizer_temporary(job, arrays, holding), initial_bytes(job, holding, held_states) * slack,
-            )  # fmt: skip
-        total, lasting, gathered, update, initial = alike[tuple(shape)]
-        activations, fullest = _peak(layout, chunks, held.snapshots, lasting, gathered)
-        peak = maximum(fullest, update)
-        pool = graph_pool(job, np.where(fullest >= update, activations, 0)) if execution.graph_pool_ratio else 0
-        device = (total + peak) * slack + execution.workspace_bytes + outside + pool
-        worst = maximum(worst, maximum(device, initial + outside))
-    return np.asarray(worst, dtype=float)
-
-
-def _peak(
-    layout: Layout, chunks: dict[int, ChunkMemory], snapshots: tuple[Snapshot, ...], lasting: Any, gathered: tuple[Any, Any]
-) -> tuple[Any, Any]:
-    """(activations, activations and temporaries) at the fullest moment: ``memory.peak`` for arrays."""
-    best_kept: Any = 0.0
-    best: Any = -1.0
-    for snapshot in snapshots:
-        kept: Any = 0.0
-        for c, alive, held in snapshot:
-            kept = kept + alive * chunks[c].kept + (held * chunks[c].weight_pass if held else 0)
-        running = [chunks[c] for c, alive, _ in snapshot if alive] or [chunks[c] for c, _, _ in snapshot]
-        split = layout.schedule in ZERO_BUBBLE
-        if split:
-            beyond = maximum(
-                _most([c.left + c.passing for c in running]), gathered[1] + _most([c.left + c.ending for c in running])
-            )
-        else:
-            beyond = gathered[1] + _most([c.backward for c in running])
-        losses = [c.loss for c in running if c.loss is not None]
-        if losses:
-            beyond = maximum(beyond, _most(losses) + gathered[0])
-        better = kept + beyond > best
-        best_kept, best = np.where(better, kept, best_kept), np.where(better, kept + beyond, best)
-    if "activations" in layout.offload:
-        stays = offloaded(best_kept, chunks.values())
-        return stays, best - best_kept + stays + lasting
-    return best_kept, best + lasting
-
-
-def _most(values: Sequence[Any]) -> Any:
-    out = values[0]
-    for value in values[1:]:
-        out = maximum(out, value)
-    return out
-
-
-def least_device_bytes(job: Job, arrays: LayoutArrays) -> Floats:
-    """A lower bound on ``device_bytes`` over every stage split and recompute choice that ``arrays`` could have.
-
-    Three ranks cannot be avoided: one with at least the mean of all states and of full recompute's inputs (one microbatch each);
-    one that holds the embedding and the lightest layer; one that holds head, loss and the lightest layer. Each runs a layer's
-    backward, during which all that the layer saves exists, whatever is recomputed.
-    """
-    model, execution, degrees = job.model, job.execution, arrays
-    slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
-    counts = {kind: model.pattern.count(kind) for kind in set(model.pattern)}
-    at_device = 0.0 if "activations" in degrees.offload else 1.0
-    full = RecomputeRule(0, None, "full")
-
-    def held(unit: int | str) -> Any:
-        holding, trained = unit_holding(job, degrees, unit)
-        return states(job, degrees, holding, trained).total
-
-    of_kind = {k: held(k) for k in counts}
-    each = {k: unit_memory(job, degrees, k, full) for k in counts}
-    together = execution.recompute_unit
-    lightest = _least([of_kind[k] for k in counts])
-    transient = _least([each[k].transient + each[k].saved - each[k].kept for k in counts])
-    shares = model.tied and degrees.pp == 1
-    embedding, head = held("embedding"), held("tied head" if shares else "head")
-    copies = 2 if degrees.schedule == "dualpipe" else 1
-    layers = sum(counts[k] * (copies * of_kind[k] + at_device * each[k].kept / together) for k in counts)
-    tail = unit_memory(job, degrees, "head")
-    mean = (layers + copies * (embedding + head)) / degrees.pp + transient
-    first = embedding + degrees.vpp * lightest + transient
-    last = head + degrees.vpp * lightest + maximum(at_device * tail.kept + tail.transient, transient)
-    allocated = maximum(mean, maximum(first, last))
-    outside = communicators(job, degrees) + job.cluster.gpu.context_bytes
-    return np.asarray(allocated * slack + execution.workspace_bytes + outside, dtype=float)
-
-
-def _least(values: Sequence[Any]) -> Any:
-    return -_most([-v for v in values])

@@ -61,13 +61,16 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
 
 def lasting_buffers(job: Job, layout: Any, rank: int) -> Number:
     """Buffers that live through the step: pipeline sends and receives, Transformer Engine's dummy weight gradients."""
-    local, execution = Local(job, layout), job.execution
-    total: Number = 0
-    if layout.pp > 1:
-        total = execution.p2p_buffers * local.split_tokens * job.model.hidden * local.bytes
-    if execution.dummy_weight_gradients:
+    total: Number = message_buffers(job, layout) if layout.pp > 1 else 0
+    if job.execution.dummy_weight_gradients:
         total = total + dummy_gradients(job, layout, rank)
     return total
+
+
+def message_buffers(job: Job, degrees: Any) -> Number:
+    """Buffers of a pipeline's sends and receives."""
+    local = Local(job, degrees)
+    return job.execution.p2p_buffers * local.split_tokens * job.model.hidden * local.bytes
 
 
 def dummy_gradients(job: Job, layout: Any, rank: int) -> Number:

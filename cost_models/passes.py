@@ -1,8 +1,7 @@
 """Seconds of one microbatch through one layer, embedding or head on one rank: forward, recompute, input gradient, weight gradient.
 
 What a layer costs depends on few of a layout's degrees (``layer_key``), so that ten thousand layouts share a few hundred prices:
-``unit_seconds`` is cached on them. A unit is a layer kind by its index in the model, ``EMBEDDING``, ``HEAD``
-or ``MTP``.
+``unit_seconds`` is cached on them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from cost_models.compute import Compute, host_seconds, is_host, price, price_in_
 from cost_models.execution import Execution
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
-from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.measured import alone, measured_pace, rows_of
 from cost_models.moe_ops import expected_distinct
@@ -27,11 +25,10 @@ from cost_models.recompute import recomputed
 from cost_models.sharding import beside, each_microbatch, gathers, gathers_once, reduces_once, reductions
 from cost_models.stage_states import unit_holding
 from cost_models.states import Holding
-from profiles.model import Layer, Moe
+from cost_models.units import EMBEDDING, HEAD, Unit, kind_of, unit_cost
+from profiles.model import Moe
 from profiles.operations import Attend, Collective, Number, Operation, Pointwise
 
-EMBEDDING, HEAD, MTP = -1, -2, -3
-"""Units that are not layers of the pattern."""
 NO_RECOMPUTE = RecomputeRule(0, None, "none")
 
 
@@ -83,54 +80,31 @@ def layer_key(job: Job, layout: Layout) -> Layout:
     return layout.with_(**fields)
 
 
-def kind_of(job: Job, unit: int) -> Layer:
-    """The layer of a unit: an empty one for embedding and head, the model's last for MTP."""
-    if unit == MTP:
-        return job.model.layer(job.model.num_layers - 1)
-    return job.model.kinds[unit] if unit >= 0 else Layer(norms=0)
-
-
-def unit_seconds(job: Job, layout: Layout, unit: int, rule: RecomputeRule = NO_RECOMPUTE) -> UnitSeconds:
+def unit_seconds(job: Job, layout: Layout, unit: Unit, rule: RecomputeRule = NO_RECOMPUTE) -> UnitSeconds:
     """Seconds of ``unit`` (a layer kind's index, EMBEDDING or HEAD) under recompute ``rule``, for one microbatch."""
     return _unit(job, layer_key(job, layout), unit, RecomputeRule(0, None, rule.mode, rule.modules))
 
 
 @lru_cache(maxsize=4096)
-def unit_cost(job: Job, key: Layout, unit: int) -> LayerCost:
-    """The operations of a unit under ``key``."""
-    if unit == EMBEDDING:
-        return embedding_operations(job, key)
-    if unit == HEAD:
-        return head_operations(job, key)
-    if unit == MTP:
-        return mtp_operations(job, key)
-    return layer_operations(job, key, job.model.kinds[unit])
-
-
-def named(job: Job, layout: Layout, unit: int) -> int | str:
-    """The unit's name among the weights of a model (``stage_states.Tensors``)."""
-    if unit == HEAD:
-        return "tied head" if job.model.tied and layout.pp == 1 else "head"
-    return {EMBEDDING: "embedding", MTP: "mtp"}.get(unit, unit)
-
-
-@lru_cache(maxsize=4096)
-def held_weights(job: Job, layout: Layout, unit: int) -> Holding:
+def held_weights(job: Job, layout: Layout, unit: Unit) -> Holding:
     """What one rank holds of a unit's weights before ZeRO shards them."""
-    return unit_holding(job, layout, named(job, layout, unit))[0]
+    return _weights(job, layout, unit)[0]
 
 
 @lru_cache(maxsize=4096)
-def unit_weights(job: Job, layout: Layout, unit: int) -> Holding:
+def unit_weights(job: Job, layout: Layout, unit: Unit) -> Holding:
     """The trained ones among them (all but frozen parts; with LoRA the adapters only): what is reduced and updated."""
-    return unit_holding(job, layout, named(job, layout, unit))[1]
+    return _weights(job, layout, unit)[1]
+
+
+def _weights(job: Job, layout: Layout, unit: Unit) -> tuple[Holding, Holding]:
+    return unit_holding(job, layout, "tied head" if unit == HEAD and job.model.tied and layout.pp == 1 else unit)
 
 
 @lru_cache(maxsize=16384)
-def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
-    cost = with_activations(job, unit, unit_cost(job, key, unit))
+def _unit(job: Job, key: Layout, unit: Unit, rule: RecomputeRule) -> UnitSeconds:
     network = Network(job.cluster, key, exchange_of(job, key, unit))
-    passes = unit_passes(job, network, unit, cost, (rule,))
+    passes = unit_passes(job, network, unit, (rule,))
     forward, recompute, backward_input, backward_weight = (
         passes.forward, passes.recompute[0], passes.backward_input, passes.backward_weight,
     )  # fmt: skip
@@ -138,7 +112,7 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
         forward, recompute, backward_input, backward_weight = _beside_each_other(
             forward, recompute, backward_input, backward_weight
         )
-    sent = bytes_by_link(network, cost.operations() + passes.again[0])
+    sent = bytes_by_link(network, passes.cost.operations() + passes.again[0])
     if key.zero in (2, 3):
         held, trained = held_weights(job, key, unit), unit_weights(job, key, unit)
         work = recompute.seconds + backward_input.seconds + backward_weight.seconds
@@ -155,8 +129,10 @@ def _unit(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> UnitSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """One microbatch through a unit: its three passes, and for each recompute rule the operations that run ``again`` and their pass."""
+    """One microbatch through a unit: its operations and their three passes; by recompute rule the operations that run ``again``, and
+    their pass."""
 
+    cost: LayerCost
     forward: PassSeconds
     backward_input: PassSeconds
     backward_weight: PassSeconds
@@ -164,8 +140,9 @@ class Passes:
     recompute: tuple[PassSeconds, ...]
 
 
-def unit_passes(job: Job, network: Priced, unit: int, cost: LayerCost, rules: Sequence[RecomputeRule]) -> Passes:
-    """The passes of ``cost``, the operations of ``unit``, under the layout of ``network`` (numbers or arrays); what ZeRO adds apart."""
+def unit_passes(job: Job, network: Priced, unit: Unit, rules: Sequence[RecomputeRule]) -> Passes:
+    """The passes of ``unit`` under the layout of ``network`` (numbers or arrays of degrees); what ZeRO adds apart."""
+    cost = with_activations(job, unit, unit_cost(job, network.layout, unit))
     host = host_part(job, unit, network.layout.tp)
     waits = host.blocking + host.sync
     weights = cost.backward_weight
@@ -177,6 +154,7 @@ def unit_passes(job: Job, network: Priced, unit: int, cost: LayerCost, rules: Se
         launch, extra = (host.launch, waits) if rule.mode == "full" else (0.0, 0.0)
         recompute.append(_pass(job, network, operations, "forward", launch, extra, ahead))
     return Passes(
+        cost,
         _pass(job, network, cost.forward, "forward", host.launch, waits, ahead),
         _pass(job, network, cost.backward_input, "backward_input", host.launch * (1 - share), host.blocking, back),
         _pass(job, network, weights, "backward_weight", host.launch * share, 0.0, back),
@@ -194,10 +172,10 @@ class HostPart(NamedTuple):
     sync: float
 
 
-def host_part(job: Job, unit: int, tp: Number) -> HostPart:
+def host_part(job: Job, unit: Unit, tp: Number) -> HostPart:
     """``HostPart`` of a unit under ``tp``-way tensor parallelism (a number or an array)."""
     execution = job.execution
-    if unit < 0 and unit != MTP:
+    if unit in (EMBEDDING, HEAD):
         return HostPart(0.0, 0.0, 0.0)
     waits = isinstance(kind_of(job, unit).ffn, Moe) and not is_host(job.cluster.gpu) and execution.graphs != "full"
     sync = execution.moe_sync_seconds if waits else 0.0
@@ -210,7 +188,7 @@ def operations_again(execution: Execution, cost: LayerCost, rule: RecomputeRule)
     return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers=regathers) if cost.backward_input else ()
 
 
-def _pace(job: Job, degrees: Any, unit: int, cost: LayerCost) -> tuple[Number | None, Number | None]:
+def _pace(job: Job, degrees: Any, unit: Unit, cost: LayerCost) -> tuple[Number | None, Number | None]:
     """Measured over analytic compute seconds of (forward, backward) where the unit's kind was measured (``measured``), else None."""
     if not rows_of(job, unit):
         return None, None
@@ -226,7 +204,7 @@ def both_ways(job: Job, *passes: tuple[Operation, ...]) -> tuple[Number, Number]
 
 
 @lru_cache(maxsize=256)
-def mean_pace(job: Job, kind: int) -> tuple[float, float]:
+def mean_pace(job: Job, kind: Unit) -> tuple[float, float]:
     """Geometric mean of measured over analytic compute seconds, (forward, backward), over a layer kind's measured rows."""
     ratios = []
     for row in rows_of(job, kind):
@@ -237,7 +215,7 @@ def mean_pace(job: Job, kind: int) -> tuple[float, float]:
     return first, second
 
 
-def with_activations(job: Job, unit: int, cost: LayerCost) -> LayerCost:
+def with_activations(job: Job, unit: Unit, cost: LayerCost) -> LayerCost:
     """``cost`` with the feed-forward's activation as the framework runs it (``TimeFacts.unfused_activations``)."""
     ffn, execution = kind_of(job, unit).ffn, job.execution
     if ffn is None or not execution.unfused_activations:
@@ -250,7 +228,7 @@ def with_activations(job: Job, unit: int, cost: LayerCost) -> LayerCost:
     )
 
 
-def exchange_of(job: Job, layout: Layout, unit: int) -> Exchange | None:
+def exchange_of(job: Job, layout: Layout, unit: Unit) -> Exchange | None:
     """How this unit's tokens travel: DeepEP and HybridEP send one copy of a token to each node that holds one of its experts."""
     moe = kind_of(job, unit).ffn
     if not isinstance(moe, Moe) or layout.ep == 1:
@@ -375,4 +353,4 @@ def _paired_saving(
     return front - hidden(front, work), back - hidden(back, float(forward.compute.seconds))
 
 
-__all__ = ["EMBEDDING", "HEAD", "NO_RECOMPUTE", "PassSeconds", "UnitSeconds", "layer_key", "unit_cost", "unit_seconds"]
+__all__ = ["NO_RECOMPUTE", "PassSeconds", "UnitSeconds", "layer_key", "unit_seconds"]

@@ -126,7 +126,8 @@ class InFlight:
 
     A snapshot lists (chunk, microbatches whose saved activations are alive, microbatches of which only what the weight gradient
     needs is alive) of every chunk the rank has. Activations live from F to B or BW; the inputs of the weight gradient from B to
-    W. Only snapshots that no other one exceeds everywhere are kept, so the peak for any bytes a chunk is among them.
+    W, and may be more than those activations were. Only snapshots that no other one exceeds everywhere are kept, so the peak for
+    any bytes a chunk is among them.
     """
 
     rank: int
@@ -179,7 +180,7 @@ def _in_flight(rank: int, order: Order) -> InFlight:
 
 
 def _exceeds(a: tuple[tuple[int, int, int], ...], b: tuple[tuple[int, int, int], ...]) -> bool:
-    return all(x[1] >= y[1] and x[1] + x[2] >= y[1] + y[2] for x, y in zip(a, b, strict=True))
+    return all(x[1] >= y[1] and x[2] >= y[2] for x, y in zip(a, b, strict=True))
 
 
 # -- the orders -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ out: a lower bound, which a property test says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from cost_models.communication import Exchange, exchanged, reach
 from cost_models.job import Job
-from cost_models.layer_cost import LayerCost
-from cost_models.layers import embedding_operations, head_operations, layer_operations, mtp_operations
 from cost_models.layout import RecomputeRule
-from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, unit_passes, with_activations
+from cost_models.passes import NO_RECOMPUTE, unit_passes
+from cost_models.units import EMBEDDING, HEAD, MTP, Unit
 from planner.rules.core import limits_of
 from profiles.hardware import ClusterSpec
 
@@ -74,16 +73,13 @@ def lower_seconds(job: Job, keys: Ints, modes: Sequence[RecomputeRule] = (NO_REC
         for place, dispatcher in enumerate(dispatchers_of(job)):
             degrees = degrees_of(job, keys[at], name, dispatcher)
             for k in range(len(model.kinds)):
-                cost = with_activations(job, k, layer_operations(job, degrees, model.kinds[k]))
-                for into, least in zip((f, b, w), _seconds(job, degrees, cost, k, modes), strict=True):
+                for into, least in zip((f, b, w), _seconds(job, degrees, k, modes), strict=True):
                     into[at, k] = np.minimum(into[at, k], least) if place else least
-        for out, unit, cost in (
-            (embedding, EMBEDDING, embedding_operations(job, degrees)), (head, HEAD, head_operations(job, degrees)),
-        ):  # fmt: skip
-            one = _seconds(job, degrees, cost, unit, (NO_RECOMPUTE,))
+        for out, unit in ((embedding, EMBEDDING), (head, HEAD)):
+            one = _seconds(job, degrees, unit, (NO_RECOMPUTE,))
             out[at] = np.stack([one[0], one[1][:, 0], one[2]], axis=1)
         if model.mtp:
-            one = _seconds(job, degrees, with_activations(job, MTP, mtp_operations(job, degrees)), MTP, modes)
+            one = _seconds(job, degrees, MTP, modes)
             head[at] += model.mtp * np.stack([one[0], one[1].min(axis=1), one[2]], axis=1)
     return Bulk(f, b, w, embedding, head)
 
@@ -93,11 +89,22 @@ def dispatchers_of(job: Job) -> Sequence[str]:
     return limits_of(job).dispatchers if job.model.moe is not None else ("alltoall",)
 
 
-def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") -> Any:
+class Degrees(SimpleNamespace):
+    """Degrees of many layouts, as arrays; remembers what was computed from them."""
+
+    def remember(self, key: Any, compute: Callable[[Any], Any]) -> Any:
+        """``compute(self)``, once."""
+        memo = self.__dict__.setdefault("memo", {})
+        if key not in memo:
+            memo[key] = compute(self)
+        return memo[key]
+
+
+def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") -> Degrees:
     """Keys as the degrees that ``cost_models.layers`` reads; ``kind`` one of ``KINDS``."""
     tp, ring, ulysses, ep, etp, micro, _ = keys.T
     name = "ring" if kind == "hybrid" else kind
-    return SimpleNamespace(
+    return Degrees(
         tp=tp,
         sp=(tp > 1) & limits_of(job).sequence_parallel,
         ring=ring,
@@ -112,9 +119,9 @@ def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") ->
     )
 
 
-def _seconds(job: Job, degrees: Any, cost: LayerCost, unit: int, modes: Sequence[RecomputeRule]) -> tuple[Floats, Floats, Floats]:
+def _seconds(job: Job, degrees: Degrees, unit: Unit, modes: Sequence[RecomputeRule]) -> tuple[Floats, Floats, Floats]:
     """(f, b by mode, w) of a unit by key."""
-    one, nothing = unit_passes(job, Closest(job, degrees), unit, cost, modes), np.zeros(len(degrees.tp))
+    one, nothing = unit_passes(job, Closest(job, degrees), unit, modes), np.zeros(len(degrees.tp))
     b = np.stack([nothing + one.backward_input.seconds + again.seconds for again in one.recompute], axis=1)
     return nothing + one.forward.seconds, b, nothing + one.backward_weight.seconds
 

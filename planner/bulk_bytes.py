@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.activations import unit_memory
 from cost_models.job import Job
-from cost_models.layer_cost import Local
-from cost_models.layers import head_operations, layer_operations
 from cost_models.layout import RecomputeRule
-from cost_models.measured import measured_saved
-from cost_models.overheads import communicators
-from cost_models.recompute import kept_bytes
+from cost_models.overheads import communicators, message_buffers
 from cost_models.stage_states import unit_holding
 from cost_models.state_bytes import states
 from planner.bulk import KINDS, Ints, degrees_of, dispatchers_of
@@ -42,6 +39,11 @@ class Kept:
     message: Floats
 
 
+def slack_of(job: Job) -> float:
+    """Reserved over allocated bytes."""
+    return job.execution.slack
+
+
 @dataclass(frozen=True)
 class Held:
     """Bytes by prefix: ``state`` (ZeRO stage -> prefix x kind) of a layer, ``embedding`` and ``head`` (ZeRO stage -> prefix) of the ends,
@@ -53,12 +55,6 @@ class Held:
     room: Floats
 
 
-def slack_of(job: Job) -> float:
-    """Reserved over allocated bytes."""
-    execution = job.execution
-    return execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
-
-
 def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: bool) -> Kept:
     """What a microbatch needs at least, by key (``bulk.COLUMNS``). ``offload``: activations may live in host memory."""
     model, number = job.model, len(keys)
@@ -68,28 +64,27 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
     )  # fmt: skip
     out.waits[:] = np.inf
     out.kept[:] = np.inf
+    execution = job.execution
     for kind, name in enumerate(KINDS):
         at = np.flatnonzero(keys[:, 6] == kind)
         if not len(at):
             continue
-        execution = job.execution
         for dispatcher in dispatchers_of(job):
             degrees = degrees_of(job, keys[at], name, dispatcher)
-            for k, layer in enumerate(model.kinds):
-                cost = layer_operations(job, degrees, layer)
+            for k in range(len(model.kinds)):
                 for m, mode in enumerate(modes):
-                    each = kept_bytes(cost, mode, degrees.tp, discards_outputs=execution.discards_outputs)
-                    each, _ = measured_saved(job, degrees, k, mode, each, cost.saved_bytes)
-                    unit = execution.recompute_unit if mode.mode == "full" else 1
-                    out.kept[at, k, m] = np.minimum(out.kept[at, k, m], 0.0 if offload else each / unit)
-                waits = cost.retained_bytes if execution.split_backward_keeps_graph else cost.weight_pass_bytes
-                out.waits[at, k] = np.minimum(out.waits[at, k], 0.0 if offload or job.measured else waits)
-                out.beyond[at] = np.minimum(out.beyond[at], cost.transient)
-        head = head_operations(job, degrees)
-        out.tail[at] = 0.0 if offload else head.saved_bytes
+                    unit = unit_memory(job, degrees, k, mode)
+                    together = execution.recompute_unit if mode.mode == "full" else 1
+                    least = unit.kept / together
+                    if mode.mode == "none" and k == model.pattern[0]:  # the model's first layer may keep less
+                        least = least - unit_memory(job, degrees, "first", RecomputeRule(k, None, "none")).kept
+                    out.kept[at, k, m] = np.minimum(out.kept[at, k, m], 0.0 if offload else least)
+                out.waits[at, k] = np.minimum(out.waits[at, k], 0.0 if offload or job.measured else unit.weight_pass)
+                out.beyond[at] = np.minimum(out.beyond[at], unit.transient)
+        head = unit_memory(job, degrees, "head")
+        out.tail[at] = 0.0 if offload else head.kept
         out.loss[at] = head.transient
-        local = Local(job, degrees)
-        out.message[at] = execution.p2p_buffers * local.split_tokens * model.hidden * local.bytes
+        out.message[at] = message_buffers(job, degrees)
     return out
 
 
@@ -139,5 +134,5 @@ def held_of(job: Job, limits: Limits, prefixes: Ints, *, offload: bool, once: bo
     if "allgather" in limits.dispatchers:
         degrees.dispatcher = "allgather"
     outside = communicators(job, degrees) + job.cluster.gpu.context_bytes
-    room = (job.limit_bytes - job.execution.workspace_bytes - outside) / slack_of(job)
+    room = (job.limit_bytes - job.execution.workspace_bytes - outside) / job.execution.slack
     return Held(state, first, last, np.zeros(len(prefixes)) + room)

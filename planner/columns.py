@@ -17,10 +17,11 @@ import numpy.typing as npt
 from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.layout import V_SHAPED, Layout, Recompute, RecomputeRule
-from cost_models.passes import EMBEDDING, HEAD, MTP, NO_RECOMPUTE, layer_key, unit_seconds, unit_weights
+from cost_models.passes import NO_RECOMPUTE, layer_key, unit_seconds, unit_weights
 from cost_models.pipeline import Path, Timeline, seed_paths, simulate
 from cost_models.states import Holding
 from cost_models.step import ChunkSeconds, boundary_seconds, rank_update, ranks_chunks
+from cost_models.units import EMBEDDING, HEAD, MTP, Unit
 from cost_models.update import optimizer_seconds, update_seconds
 from planner.rules.core import Limits
 from planner.wishes import Wish
@@ -104,7 +105,7 @@ class Paths:
     def __init__(self, schedule: str, pp: int, vpp: int, microbatches: int, blocking: bool) -> None:
         self.key = (schedule, pp, vpp, microbatches, blocking)
         self.ranks = np.array([_least_rank(schedule, pp, c) for c in range(pp * vpp)])
-        self._seen: set[bytes] = set()
+        self._seen: dict[bytes, int] = {}
         self.rows: list[Path] = []
         self.duals: list[Floats] = []
         """Weights over paths that were optimal for some column: any of them bounds every column."""
@@ -113,16 +114,17 @@ class Paths:
 
     def add(self, path: Path) -> bool:
         """Keep a path; False when it was there."""
-        mark = b"".join(
-            a.tobytes() for a in (path.forward, path.backward_input, path.backward_weight, path.p2p_forward, path.p2p_backward)
-        )
-        mark += bytes((path.first % 256, path.last % 256))
+        mark = _mark(path)
         if mark in self._seen:
             return False
-        self._seen.add(mark)
+        self._seen[mark] = len(self.rows)
         self.rows.append(path)
         self.__dict__.pop("matrices", None)
         return True
+
+    def place(self, path: Path) -> int:
+        """Which of the rows a kept path is."""
+        return self._seen[_mark(path)]
 
     @cached_property
     def matrices(self) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -134,6 +136,11 @@ class Paths:
             np.array([float(np.sum(p.p2p_forward) + np.sum(p.p2p_backward)) for p in rows]),
             np.array([p.first for p in rows]), np.array([p.last for p in rows]),
         )  # fmt: skip
+
+
+def _mark(path: Path) -> bytes:
+    parts = (path.forward, path.backward_input, path.backward_weight, path.p2p_forward, path.p2p_backward)
+    return b"".join(a.tobytes() for a in parts) + bytes((path.first % 256, path.last % 256))
 
 
 def _least_rank(schedule: str, pp: int, chunk: int) -> int:
@@ -293,7 +300,7 @@ class Column:
         f, b, w, sf, sb = self.chunk_seconds(mix, first=first, last=last, tail=tail)
         kinds, embedding, head = self.unit_weights
         weights = Holding()
-        parts: list[tuple[tuple[int, RecomputeRule], int]] = []
+        parts: list[tuple[tuple[Unit, RecomputeRule], int]] = []
         if first:
             weights = weights + embedding
             parts.append(((EMBEDDING, NO_RECOMPUTE), 1))

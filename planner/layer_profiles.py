@@ -10,7 +10,8 @@ from typing import Any
 from cost_models.job import Job, MeasuredLayer
 from cost_models.layout import Layout
 from cost_models.measured import alone, covers, rows_of
-from cost_models.passes import unit_cost, unit_seconds
+from cost_models.passes import unit_seconds
+from cost_models.units import unit_cost
 from profiles.errors import InputError
 from profiles.measure.layer_profile import LayerProfile, LayerRow
 from profiles.model import ModelSpec

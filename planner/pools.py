@@ -27,8 +27,9 @@ from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.memory import stage_memory
-from cost_models.passes import EMBEDDING, HEAD, unit_seconds
+from cost_models.passes import unit_seconds
 from cost_models.stage_states import ranks_chunks
+from cost_models.units import EMBEDDING, HEAD, Unit
 from planner.columns import Column, PathStore, mode_text, modes_of, recompute_text
 from planner.program import Answer
 from planner.rows import idle
@@ -153,7 +154,7 @@ class _Fixed(Column):
         return self.layout
 
 
-def _passes(job: Job, layout: Layout, unit: int) -> float:
+def _passes(job: Job, layout: Layout, unit: Unit) -> float:
     """Least seconds of a microbatch's passes through a unit on this pool's GPU."""
     seconds = unit_seconds(job, layout, unit)
     return float(seconds.f + seconds.b + seconds.w)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cost_models.job import Job
 from cost_models.layout import RecomputeRule
 from planner.bulk import Bulk, lower_seconds
-from planner.bulk_bytes import Held, Kept, held_of, kept_of, slack_of
+from planner.bulk_bytes import Held, Kept, held_of, kept_of
 from planner.space import Batch, Prefix, Space
 
 Floats = npt.NDArray[np.float64]
@@ -162,7 +162,7 @@ class Rows(Sequence[Row]):
         held, kept, totals = self.held, self.kept, self.totals
         least, most = kept.kept.min(axis=2) @ totals, kept.kept[:, :, 0] @ totals
         sharded, plain = self._states(at, max), self._states(at, lambda zeros: 1 if 1 in zeros else max(zeros))
-        slack, limit = slack_of(self.job), self.job.limit_bytes
+        slack, limit = self.job.execution.slack, self.job.limit_bytes
         base = limit - slack * (held.room[at] - np.where(pp > 1, kept.message[key], 0.0))
         work = np.maximum(kept.kept[:, :, 0].max(axis=1) + kept.beyond, kept.tail + kept.loss)[key]
         flying = np.minimum(pp, m)

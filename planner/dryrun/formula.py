@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from cost_models.activations import chunk_memory, runs_of, unit_cost
+from cost_models.activations import chunk_memory, runs_of
 from cost_models.job import Job
-from cost_models.layer_cost import LayerCost, Local
+from cost_models.layer_cost import Local
 from cost_models.layers import first_layer
-from cost_models.layout import SPLIT_BACKWARD, Layout, RecomputeRule
-from cost_models.memory import ZERO_BUBBLE, StageMemory, stage_memory
-from cost_models.recompute import recomputed
+from cost_models.layout import SPLIT_BACKWARD, Layout
+from cost_models.memory import StageMemory, stage_memory
+from cost_models.passes import operations_again
 from cost_models.schedules import in_flight
 from cost_models.stage_states import adapters, stage_units, tensors
 from cost_models.states import Weight
+from cost_models.units import unit_cost
 from profiles.model import Attention, ModelSpec, Moe
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Operation
 
@@ -59,12 +61,8 @@ def step_formula(job: Job, layout: Layout, stage: int) -> StepFormula:
 def kept_activations(job: Job, layout: Layout, stage: int, microbatches: int) -> float:
     """Most bytes kept from forward to backward at once, over the schedule's fullest moments."""
     chunks = {c: chunk_memory(job, layout, c) for c in layout.chunks_of_rank(stage)}
-    most = 0.0
-    for snapshot in in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)[stage].snapshots:
-        size = sum(alive * chunks[c].kept + held * chunks[c].weight_pass for c, alive, held in snapshot)
-        left = [chunks[c].left for c, alive, _ in snapshot if alive and layout.schedule in ZERO_BUBBLE]
-        most = max(most, size + max(left, default=0))
-    return float(most)
+    alive, held = ({c: float(size(m)) for c, m in chunks.items()} for size in (attrgetter("kept"), attrgetter("weight_pass")))
+    return in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)[stage].peak(alive, held)
 
 
 def chunk_operations(job: Job, layout: Layout, chunk: int) -> Iterator[Operation]:
@@ -76,8 +74,8 @@ def chunk_operations(job: Job, layout: Layout, chunk: int) -> Iterator[Operation
         cost = unit_cost(job, layout, run.kind)
         begins = chunk == 0 and run is runs[0]
         if begins:
-            yield from (*first_layer(job, cost).operations(), *again(job, cost, run.rule))
-        yield from (*cost.operations(), *again(job, cost, run.rule)) * (run.count - begins)
+            yield from (*first_layer(job, cost).operations(), *operations_again(job.execution, cost, run.rule))
+        yield from (*cost.operations(), *operations_again(job.execution, cost, run.rule)) * (run.count - begins)
     if chunk == layout.chunks - 1:
         yield from unit_cost(job, layout, "head").operations()
         last = layout.recompute_rules.of(job.model.num_layers - 1)
@@ -85,14 +83,7 @@ def chunk_operations(job: Job, layout: Layout, chunk: int) -> Iterator[Operation
             cost = unit_cost(job, layout, "mtp")
             yield from cost.operations()
             layer = unit_cost(job, layout, job.model.pattern[-1])
-            yield from again(job, layer, last)
-
-
-def again(job: Job, cost: LayerCost, rule: RecomputeRule) -> tuple[Operation, ...]:
-    """What backward runs again of a layer."""
-    execution = job.execution
-    regathers = execution.keeps_gathered_input and execution.discards_outputs
-    return recomputed(cost.forward, rule, execution.recompute_stops_early, regathers)
+            yield from operations_again(job.execution, layer, last)
 
 
 def boundary_bytes(job: Job, layout: Layout, chunk: int) -> int:
@@ -106,13 +97,12 @@ def boundary_bytes(job: Job, layout: Layout, chunk: int) -> int:
 def update_collectives(job: Job, layout: Layout, stage: int) -> Iterator[tuple[str, str, float]]:
     """(axis, kind, bytes) of reducing gradients and gathering parameters in a step."""
     microbatches = layout.microbatches(job.global_batch)
-    wide = 4.0 if job.precision == "fp32" else job.execution.reduce_bytes
-    narrow = 4.0 if job.precision == "fp32" else job.execution.gather_bytes
+    wide, narrow = job.reduced_element, job.gathered_element
     for weight, count, ends, trained in stage_weights(job, layout, stage):
         expert = weight.split == "expert"
         shard, replicate = ("edp_shard", "edp_replicate") if expert else ("dp_shard_cp", "dp_replicate")
         ways = layout.edp_shard if expert else layout.dp_shard * layout.cp
-        times = microbatches if layout.zero == 2 and ways > 1 and not ends else 1
+        times = microbatches * uses(job, layout, weight) if layout.zero == 2 and ways > 1 and not ends else 1
         partial = ("ends",) if ends else partial_axis(job.model, layout, weight)
         fully = layout.zero == 3 and (ways > 1 or layout.dp_shard * layout.cp > 1)
         share = count / ways if fully else count
@@ -134,6 +124,16 @@ def update_collectives(job: Job, layout: Layout, stage: int) -> Iterator[tuple[s
             yield shard, "reduce_scatter", wide * count * times
             yield replicate, "all_reduce", wide * count / ways
             yield shard, "all_gather", narrow * count
+
+
+def uses(job: Job, layout: Layout, weight: Weight) -> int:
+    """Chunks of one rank that a weight serves: both ends of a V share the embedding."""
+    ends = (
+        (job.model.tied or job.model.mtp > 0)
+        and layout.chunks > 1
+        and layout.rank_of_chunk(0) == layout.rank_of_chunk(layout.chunks - 1)
+    )
+    return 2 if ends and weight.name == "embedding" else 1
 
 
 def stage_weights(job: Job, layout: Layout, stage: int) -> Iterator[tuple[Weight, float, bool, bool]]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from cost_models.bounds import bulk_lower_bounds
 from cost_models.execution import load_execution
 from cost_models.flops import flops_per_token, training_per_token
 from cost_models.job import Job
@@ -77,7 +76,7 @@ def test_adapters_stand_beside_the_targets_alone() -> None:
     trained = stage_holding(work, Layout(), 0)[1]
     assert trained.all == 32 * 8 * ((4096 + 4096) + 2 * (1024 + 4096) + (4096 + 4096))
     assert unit_weights(work, Layout(), 0).all * 32 == trained.all
-    assert unit_weights(work, Layout(), -2).all == 0
+    assert unit_weights(work, Layout(), "head").all == 0
 
 
 def test_a_frozen_layer_keeps_no_input_for_its_weights() -> None:
@@ -191,14 +190,11 @@ def test_an_estimate_says_what_packing_means() -> None:
         {"frozen": ("embedding", "attention", "mlp", "norm")}, {"documents": ((512, 10), (4096, 1))},
     ],
 )  # fmt: skip
-def test_bulk_figures_hold_for_what_is_not_trained_too(facts: dict[str, object], execution: str) -> None:
-    """Bounds lie below the estimate, bulk memory is the memory of each, whatever is frozen and whether the loss is chunked."""
+def test_memory_in_bulk_is_that_of_each_layout_where_not_all_is_trained(facts: dict[str, object], execution: str) -> None:
     for chunk in (0, 1024):
         work = job(execution=execution, **facts)
         work = replace(work, execution=work.execution.with_(loss_chunk_tokens=chunk))
         texts = ("tp=2,zero=1", "tp=4,pp=2,zero=3", "cp=2,zero=3,recompute=full", "tp=2,pp=2,micro_batch=2,zero=1,recompute=full")
         chosen = [Layout.parse(text, 8) for text in texts]
         for layout, needed in zip(chosen, device_bytes(work, chosen), strict=True):
-            low = bulk_lower_bounds(work, tp=layout.tp, pp=layout.pp, micro_batch=layout.micro_batch, dp=layout.dp, cp=layout.cp)
-            assert float(low) <= estimate(work, layout, detail=False).step_seconds * (1 + 1e-9)
-            assert max(s.needed for s in stage_memory(work, layout)) == pytest.approx(needed, rel=1e-6)
+            assert max(s.needed for s in stage_memory(work, layout)) == pytest.approx(needed, rel=1e-12)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cost_models.job import Job
 from cost_models.layout import V_SHAPED
+from cost_models.memory import stage_memory
 from cost_models.step import estimate
-from planner.bulk_bytes import slack_of
 from planner.columns import units
 from planner.cores import Cores
-from planner.heuristic import even_on_ranks
+from planner.heuristic import even_on_ranks, quick
 from planner.loads import best_loads
 from planner.search import Search
 from planner.shapes import Costs
 from planner.space import Batch, Prefix, Shard, Space, read_wishes
 from tests.planner.jobs import decoder, job
 
-JOBS = {
+JOBS: dict[str, tuple[Any, ...]] = {
+    "adapters": ("llama-3-8b", "h100-sxm:2x8", 4096, 64, "axisplan", {"lora_rank": 16}),
+    "frozen parts in megatron": ("llama-3-8b", "h100-sxm:2x8", 4096, 64, "megatron", {"frozen": ("embedding", "mlp")}),
+    "adapters in torchtitan": ("llama-3-8b", "h100-sxm:1x8", 8192, 64, "torchtitan", {"lora_rank": 16}),
     "dense": ("llama-3-8b", "h100-sxm:2x8", 4096, 64, "axisplan"),
     "dense in megatron": ("llama-3-8b", "h100-sxm:2x8", 4096, 64, "megatron"),
     "dense in torchtitan": ("llama-3-8b", "h100-sxm:1x8", 8192, 64, "torchtitan"),
@@ -34,7 +38,8 @@ JOBS = {
 
 
 def made(name: str) -> Job:
-    return job(*JOBS[name])
+    *arguments, last = JOBS[name]
+    return job(*arguments, **last) if isinstance(last, dict) else job(*arguments, last)
 
 
 def cores_of(j: Job) -> tuple[Search, Cores]:
@@ -106,7 +111,7 @@ def no_class_is_slower_than_its_layouts(name: str, number: int, seed: int) -> No
         cost = estimate(j, search.space.layout(prefix, batch, shard, stages, recompute))
         need = max(s.needed for s in cost.memory) * (1 + 1e-9)
         for name_of, held in (("held", rows.held), ("held_once", once)):
-            rows.__dict__[name_of] = replace(held, room=room + (need - j.limit_bytes) / slack_of(j))
+            rows.__dict__[name_of] = replace(held, room=room + (need - j.limit_bytes) / j.execution.slack)
         key = (batch.schedule, prefix.pp, batch.vpp, batch.microbatches)
         costs = cores.costs(np.array([at[prefix, batch.micro_batch]]), key, shard.zero, np.array([shard.dp_shard]))
         seconds = np.array([search.pipeline(cost.step_seconds) * (1 + 1e-9)])
@@ -125,6 +130,53 @@ def test_a_class_may_be_done_in_the_time_of_each_of_its_layouts(name: str) -> No
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_a_class_may_be_done_in_the_time_of_five_hundred_of_its_layouts(name: str) -> None:
     no_class_is_slower_than_its_layouts(name, 500, 1)
+
+
+def no_class_is_slower_than_its_tight_answers(name: str, number: int, seed: int) -> None:
+    """In memory between what all recompute and none need, where every rank recomputes as it must, a class may be done in its answer's
+    time."""
+    whole, rng = made(name), random.Random(seed)
+    space = Search(whole, Space(whole)).space
+    checked = 0
+    while checked < number:
+        prefix = rng.choice([p for p in space.prefixes if p.pp > 1])
+        batch = rng.choice(space.batches(prefix.tp, prefix.cp, prefix.pp, prefix.dp))
+        shards = space.columns_of(prefix, batch)
+        if not shards or batch.schedule == "dualpipe" or whole.model.num_layers < prefix.pp * batch.vpp:
+            continue
+        shard = rng.choice(shards)
+        least, most = (
+            max(m.needed for m in stage_memory(whole, space.layout(prefix, batch, shard, recompute=text)))
+            for text in ("full", "none")
+        )
+        j = replace(whole, memory_limit_bytes=least + rng.random() * (most - least), margin=0.0)
+        search = Search(j, Space(j))
+        column, fitting = search.column(prefix, batch, shard)
+        answer = quick(column, fitting, search.policies(batch, prefix))
+        if answer is None:
+            continue
+        rows = search.rows
+        row = np.array(
+            [i for i in range(len(rows)) if (rows.prefixes[rows.at[i]], rows.table[i, 5]) == (prefix, batch.micro_batch)]
+        )
+        cores, key = Cores(rows, row, search.store), (batch.schedule, prefix.pp, batch.vpp, batch.microbatches)
+        seconds = search.pipeline(answer.seconds) * (1 + 1e-9)
+        which = f"{prefix} {batch} {shard} {answer.stages} {answer.mixes}"
+        assert len(cores.glance(key, row, seconds)), which
+        costs = cores.costs(row, key, shard.zero, np.array([shard.dp_shard]))
+        assert cores.shape(key).holds(costs, np.array([seconds]), j.model.num_layers, memory=True)[0], which
+        checked += 1
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_a_class_may_be_done_in_the_time_of_answers_whose_ranks_recompute_apart(name: str) -> None:
+    no_class_is_slower_than_its_tight_answers(name, 8, 0)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", sorted(JOBS))
+def test_a_class_may_be_done_in_the_time_of_two_hundred_answers_whose_ranks_recompute_apart(name: str) -> None:
+    no_class_is_slower_than_its_tight_answers(name, 200, 1)
 
 
 @pytest.mark.parametrize(

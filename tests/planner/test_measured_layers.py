@@ -12,11 +12,11 @@ from click.testing import CliRunner
 
 import cli
 from cost_models.activations import unit_memory
-from cost_models.bounds import bulk_lower_bounds
 from cost_models.job import Job, MeasuredLayer
 from cost_models.layout import Layout, RecomputeRule
-from cost_models.passes import unit_cost, unit_seconds
+from cost_models.passes import unit_seconds
 from cost_models.step import estimate
+from cost_models.units import unit_cost
 from planner.layer_profiles import compare, with_profile
 from planner.plan import Plan
 from planner.search import Search
@@ -140,12 +140,6 @@ def test_bounds_in_bulk_stay_below_every_estimate(model: str, execution: str) ->
         if batch.schedule not in ("dualpipe", "dualpipe-v"):
             assert search.row_bounds[i] <= cost.step_seconds * (1 + 1e-9)
         assert search.row_bytes[i] <= max(s.needed for s in cost.memory) * (1 + 1e-9)
-        low = bulk_lower_bounds(
-            measured, tp=layout.tp, pp=layout.pp, micro_batch=layout.micro_batch, dp=layout.dp, cp=layout.cp, ep=layout.ep,
-            etp=layout.etp, cp_kind="ulysses" if layout.cp_kind == "ulysses" else "ring",
-        )  # fmt: skip
-        if batch.schedule not in ("dualpipe", "dualpipe-v"):
-            assert float(low) <= cost.step_seconds * (1 + 1e-9)
     assert covered >= 20
 
 

@@ -1,0 +1,63 @@
+"""Memory of a chunk whose backward runs in two passes, as PyTorch splits it (``Execution.split_backward_keeps_graph``).
+
+The input-gradient pass frees nothing: at its end everything saved but the loss's tensors is there, and the gradients of all linear
+outputs. The weight-gradient pass goes through the weights in the module's order, first layer to last, and a tied head (the
+embedding) before them: a weight's gradient is made while its output's gradient is there, which then goes; all weight gradients
+wait until the last is made. Source: torch.distributed.pipelining._backward (2.13), traced by the dry run (docs/dry-run.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cost_models.arrays import maximum
+from cost_models.job import Job
+from cost_models.layer_cost import LayerCost, Local
+from cost_models.stage_states import unit_holding
+from profiles.operations import GroupedMatmul, Matmul, Number
+
+Unit = tuple[int | str, int, Number, Number]
+"""(unit, how many in a row, bytes that its weight-gradient pass holds, ``within``)."""
+
+
+def joining_gradients(job: Job, degrees: Any) -> Number:
+    """The most that an input-gradient pass needs for itself: two gradients of a layer's input and their sum, over TP."""
+    local = Local(job, degrees)
+    return (1 if job.execution.fused_qkv else 3) * local.tokens * job.model.hidden * local.bytes
+
+
+def within(job: Job, cost: LayerCost) -> Number:
+    """The most by which a unit's weight gradients are more than the outputs' gradients that have gone meanwhile."""
+    each = _gradient_bytes(job)
+    most: Number = 0
+    made: Number = 0
+    gone: Number = 0
+    for op in reversed(cost.backward_weight):
+        if isinstance(op, Matmul):
+            made, output = made + each * op.m * op.n, 2 * op.k * op.n
+        elif isinstance(op, GroupedMatmul):
+            made, output = made + each * op.groups * op.n * op.k, 2 * op.tokens * op.n
+        else:
+            continue
+        most = maximum(most, made - gone)
+        gone = gone + output
+    return most
+
+
+def weight_pass_peak(job: Job, degrees: Any, units: Iterable[Unit], bucket: Number) -> Number:
+    """The most beyond what a chunk holds for its weight-gradient pass; ``units`` in the order of the pass; ``bucket``: the buffer
+    that the gradients are taken into at its end."""
+    most: Number = 0
+    beyond: Number = 0
+    for unit, count, held, inner in units:
+        own = _gradient_bytes(job) * unit_holding(job, degrees, unit)[1].all
+        most = maximum(most, beyond + inner)
+        most = maximum(most, beyond + (count - 1) * (own - held) + inner)
+        beyond = beyond + count * (own - held)
+    return maximum(most, beyond + bucket)
+
+
+def _gradient_bytes(job: Job) -> float:
+    """Bytes an element of the gradient that autograd makes."""
+    return job.execution.weight_gradient_bytes * (2 if job.precision == "fp32" else 1)
