@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.job import Job
 from cost_models.step import estimate
-from planner.columns import Column, PathStore, modes_of
+from planner.columns import Column, Mix, PathStore, modes_of
 from planner.fitting import Fitting, Policy, policies
 from planner.program import Answer, Block, Pattern, Program
 from planner.space import Space
@@ -72,12 +72,13 @@ class Enumerated:
     piped_columns: int
 
 
-def exhaustive(j: Job) -> Enumerated:
-    """Every column, split and mix, simulated."""
+def exhaustive(j: Job, *, every: bool = False) -> Enumerated:
+    """Every column, split and mix, simulated: without ``every`` only where the busiest rank's own work is less than the best one takes."""
     best, number = {False: float("inf"), True: float("inf")}, {False: 0, True: 0}
     for column, fitting, some in columns(j):
         pipe = column.layout.pp > 1
         number[pipe] += 1
+        busy = Busy(column)
         for stages in compositions(column.layers, column.chunks):
             starts = [sum(stages[:c]) for c in range(len(stages))]
             for policy in some:
@@ -85,10 +86,35 @@ def exhaustive(j: Job) -> Enumerated:
                     list(policy.mixes(fitting.counts(s, s + n), len(column.modes))) for s, n in zip(starts, stages, strict=True)
                 ]
                 for mixes in itertools.product(*choices):
+                    if not every and column.step(busy.longest(mixes)) >= best[pipe]:
+                        continue
                     seconds = column.step(column.simulate(mixes).seconds)
                     if seconds < best[pipe] and fitting.fits(stages, mixes):
                         best[pipe] = seconds
     return Enumerated(min(best.values()), sum(number.values()), best[True], number[True])
+
+
+class Busy:
+    """Seconds that the busiest rank works on all its microbatches."""
+
+    def __init__(self, column: Column) -> None:
+        self.column = column
+        self.ranks = [column.layout.chunks_of_rank(rank) for rank in range(column.layout.pp)]
+        self.known: dict[tuple[int, Mix], float] = {}
+
+    def longest(self, mixes: Sequence[Mix]) -> float:
+        if self.column.layout.schedule == "dualpipe":  # both directions share a rank
+            return 0.0
+        return self.column.microbatches * max(sum(self.chunk(c, mixes[c]) for c in held) for held in self.ranks)
+
+    def chunk(self, chunk: int, mix: Mix) -> float:
+        if (chunk, mix) not in self.known:
+            last = chunk == self.column.chunks - 1
+            f, b, w, sf, sb = self.column.chunk_seconds(
+                mix, first=chunk == 0, last=last, tail=self.column.tail_of(mix) if last else 0
+            )
+            self.known[chunk, mix] = f + b + w - sf - sb
+        return self.known[chunk, mix]
 
 
 def monolithic(j: Job, nodes: int = 20_000) -> Answer | None:
