@@ -32,6 +32,7 @@ def demo(**options: Any) -> None:
 
 TARGETS = ("axisplan", "megatron", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
 LAUNCHERS = ("torchrun", "slurm", "kubernetes", "skypilot")
+SOURCES = TARGETS[1:]
 
 
 @command("emit", "axisplan emit plan.json --target axisplan --launcher torchrun --out launch")
@@ -88,7 +89,7 @@ def pairs_of(name: str, given: tuple[str, ...]) -> dict[str, str]:
     "import", "axisplan import --from megatron train.sh --gpus 64\naxisplan import --from torchtitan config.py --gpus 64 --json"
 )
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--from", "source", type=click.Choice(("megatron", "torchtitan", "deepspeed", "accelerate")), required=True)
+@click.option("--from", "source", type=click.Choice(SOURCES), required=True)
 @click.option("--gpus", type=Tokens(), help="GPUs it runs on, where the file does not say.")
 @as_json
 def import_command(file: Path, source: str, gpus: int | None, as_json: bool) -> None:

@@ -55,7 +55,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     from dataclasses import replace
 
     from planner import screen, screen_whatif
-    from planner.emit.possible import with_refusal
+    from planner.emit.possible import NO_FILES, model_refusal, with_refusal
     from planner.objectives import answer
     from planner.routing import with_routing
     from planner.screen_measured import show_measured
@@ -68,6 +68,8 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     goal = make_goal(job.seq_len, job.cluster.gpus, batch, **goals)
     request = PlanRequest(replace(job, global_batch=goal.batches[0]), **wishes)
     terminal = screen.console()
+    if why := model_refusal(request.job):
+        click.echo(f"warning, before planning: {NO_FILES}{why}", err=True)
     if len(goal.batches) > 1 or goal.objective not in ("step-time", "tokens-per-second-per-gpu"):
         with screen.progress(screen.console(stderr=True), goal.objective) as show:
             found = answer(request, goal, show)

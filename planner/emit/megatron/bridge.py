@@ -9,10 +9,11 @@ from cost_models.layout import Layout
 from planner.emit import connections
 from planner.emit.core import EmitSettings, Need, Program, Variable, Word, admit, from_environment
 from planner.emit.environment import shared
+from planner.emit.megatron.model import model_flags
 from planner.emit.megatron.program import OPTIONS, all_flags
 from planner.plan import Plan
 
-__all__ = ["OPTIONS", "program"]
+__all__ = ["OPTIONS", "program", "require_model"]
 TARGET = "megatron-bridge"
 CHECKOUT = Need("MEGATRON_BRIDGE_PATH", "your checkout of Megatron-Bridge", "/opt/Megatron-Bridge")
 RECIPE = "vanilla_gpt_pretrain_config"
@@ -97,6 +98,11 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         arguments=(f"train.train_iters={settings.steps}",),
         notes=("It trains on made-up tokens unless emitted with --data PREFIX.",) if not settings.data else (),
     )
+
+
+def require_model(job: Job) -> None:
+    """Raise InputError where Megatron's model, which the recipe is of, does not have the shape."""
+    model_flags(job, TARGET)
 
 
 def overrides(job: Job, layout: Layout, settings: EmitSettings) -> list[str]:

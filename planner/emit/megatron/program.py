@@ -38,6 +38,11 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
     )
 
 
+def require_model(job: Job) -> None:
+    """Raise InputError where ``pretrain_gpt.py`` does not build the model."""
+    model_flags(job)
+
+
 def all_flags(job: Job, layout: Layout, settings: EmitSettings, target: str = "megatron") -> Flags:
     """The whole command line behind the script's name."""
     return model_flags(job, target) | layout_flags(job, layout, target) | training_flags(job, settings)

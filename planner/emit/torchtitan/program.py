@@ -31,7 +31,7 @@ ASSETS = Need(
     "the folder of the model's tokenizer, as torchtitan's download script makes it",
     "./assets/hf/NAME",
 )
-__all__ = ["OPTIONS", "program"]
+__all__ = ["OPTIONS", "program", "require_model"]
 
 
 def program(plan: Plan, settings: EmitSettings) -> Program:
@@ -57,6 +57,12 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         arguments=("--training.steps", str(settings.steps)),
         notes=tuple(notes),
     )
+
+
+def require_model(job: Job) -> None:
+    """Raise InputError where no flavour has the model's shape, or its module lacks the prediction modules."""
+    module, _ = flavour_of(job.model)
+    registry_arguments(module, job, Layout())
 
 
 def config(plan: Plan, job: Job, layout: Layout, settings: EmitSettings, release: Release) -> str:

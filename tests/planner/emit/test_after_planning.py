@@ -69,11 +69,33 @@ def test_a_plan_for_a_target_that_does_not_build_the_model_says_so_before_it_is_
         "0",
         "--json",
     ]
-    code, out, _ = invoke(*arguments, "--execution", "megatron", "--pin", "tp=1,pp=1")
+    code, out, said = invoke(*arguments, "--execution", "megatron", "--pin", "tp=1,pp=1")
     assert code == 0
+    assert said.startswith(
+        "warning, before planning: axisplan emit has no files for it: cannot run this plan: mamba2-2.7b has layers with"
+    )
     assert any("no files for it" in w and "state space" in w for w in json.loads(out)["warnings"])
-    code, out, _ = invoke(*[*arguments[:1], "llama-3.2-1b", *arguments[2:]], "--execution", "megatron", "--pin", "tp=1,pp=1")
-    assert json.loads(out)["warnings"] == []
+    code, out, said = invoke(*[*arguments[:1], "llama-3.2-1b", *arguments[2:]], "--execution", "megatron", "--pin", "tp=1,pp=1")
+    assert (json.loads(out)["warnings"], said) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("model", "execution", "field", "reason"),
+    [
+        ("deepseek-v2-lite", "megatron-bridge", "model", "does not run latent attention"),
+        ("nemotron-4-15b", "megatron-bridge", "model", "does not run squared ReLU"),
+        ("gpt3-175b", "megatron-bridge", "seq_len", "learns as many positions as the sequence has tokens"),
+        ("mamba2-2.7b", "axisplan", "model", "does not run state-space layers"),
+    ],
+)
+def test_what_a_target_cannot_express_is_refused_before_planning(
+    invoke, model: str, execution: str, field: str, reason: str
+) -> None:
+    arguments = ["plan", model, "--cluster", "h100-sxm:8x8", "--seq-len", "1k", "--global-batch", "64", "--execution", execution]
+    code, out, error = invoke(*arguments)
+    assert (code, out) == (2, "")
+    assert error.startswith(f"axisplan: {field}")
+    assert reason in error
 
 
 @pytest.mark.verify
