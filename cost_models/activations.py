@@ -11,9 +11,10 @@ from typing import Any
 from cost_models import split_backward
 from cost_models.arrays import maximum, minimum, where
 from cost_models.fully_sharded import Units, by_unit
+from cost_models.gradient_buckets import Buckets
 from cost_models.head_ops import vocab_rows
 from cost_models.job import Job
-from cost_models.layer_cost import LOSS, Local
+from cost_models.layer_cost import Local
 from cost_models.layers import first_layer
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.measured import measured_saved
@@ -107,7 +108,7 @@ def assemble(
             weight_pass = weight_pass + tail.weight_pass
             loss = tail.transient if loss is None else maximum(loss, tail.transient + waiting_head_gradient(job, degrees) - freed)
             freed = freed + tail.kept
-            above = above + tail.loss
+            above = above + tail.above
     together = job.execution.recompute_unit
     for run in reversed(runs):
         unit = unit_memory(job, degrees, run.kind, run.rule)
@@ -124,38 +125,38 @@ def assemble(
     if first:
         embedding = unit_memory(job, degrees, "embedding")
         kept = kept + embedding.kept
-        backward = maximum(backward, embedding.transient - freed)
         if runs and runs[0].rule.mode == "none":
             kept = kept - unit_memory(job, degrees, "first", RecomputeRule(runs[0].kind, None, "none")).kept
     if boundary and job.execution.pipeline_output_kept:
         kept = kept + unit_memory(job, degrees, "boundary").kept
+    buckets = Buckets(job, degrees, tuple((run.kind, run.count) for run in runs), first, last)
+    backward = backward + buckets.of_layers
+    if first:
+        backward = maximum(backward, buckets.of_embedding + embedding.transient - freed)
+    if last:
+        loss = maximum(loss, buckets.of_head + head_gradients(job, degrees))
     if by_unit(job, degrees):
         sharded = _unit_by_unit(job, degrees, runs, kept, first=first, last=last, once=once)
         ways, _ = shards(degrees)
         backward = where(ways > 1, sharded[1], backward)
         loss = None if loss is None else where(ways > 1, sharded[0], loss)
-    bucket: Number = 0
-    if degrees.zero == 2 and job.execution.gradient_bucket_bytes:
-        bucket = gradient_buckets(job, degrees, runs, first=first, last=last)
-        backward = backward + bucket
     if not job.execution.split_backward_keeps_graph:
         return ChunkMemory(kept, weight_pass, loss, backward, largest, kept + backward - weight_pass, backward)
     if first:  # its input-gradient pass is empty
         return ChunkMemory(kept, kept, loss, backward, largest, 0, backward)
+    if runs and not last:
+        above = unit_memory(job, degrees, runs[-1].kind, runs[-1].rule).above
+        weight_pass = weight_pass - above
     input_pass = unit_memory(job, degrees, "joining").kept + above
+    bucket = maximum(buckets.of_layers, buckets.of_head if last else 0)
     ending = weight_pass_peak(job, degrees, _weight_pass_units(job, degrees, runs, last=last), bucket)
     return ChunkMemory(kept, weight_pass, loss, backward, largest, input_pass, ending)
 
 
-def gradient_buckets(job: Job, degrees: Any, runs: Iterable[Run], *, first: bool, last: bool) -> Number:
-    """Whole gradients of a chunk that ZeRO-2 gathers in buckets before it reduces them: one bucket's, at most (0 where it shards over
-    one rank)."""
-    execution = job.execution
-    units = Units(job, degrees, first, last)
-    count: Number = units.trained_ends + sum(units.trained(run.kind).all * run.count for run in runs)
-    ways, _ = shards(degrees)
-    most = execution.unsharded_gradient_units * execution.gradient_bucket_bytes
-    return where(ways > 1, minimum(job.reduced_element * count, most), 0)
+def head_gradients(job: Job, degrees: Any) -> Number:
+    """Beyond what is kept, when the head's weight gradient is complete: it and its input's gradient; the logits are gone."""
+    head = unit_memory(job, degrees, "head")
+    return split_backward.own_gradients(job, degrees, "head") + head.stream - head.above
 
 
 def _prediction_module(job: Job, degrees: Any, module: UnitMemory, last: Run) -> UnitMemory:
@@ -239,7 +240,7 @@ def _unit_by_unit(
 class UnitMemory:
     """A layer kind under a recompute rule, or an end of the model, per microbatch on one rank: bytes ``kept``, ``saved`` without
     recompute, held for the weight pass, and the most that exists beyond them (``waiting``: where weight gradients wait for each
-    other); its input's gradient (``stream``); what the ``loss`` saves."""
+    other); its input's gradient (``stream``); of what is saved, that which lies ``above`` its last weight."""
 
     kept: Number
     saved: Number
@@ -247,7 +248,7 @@ class UnitMemory:
     transient: Number
     waiting: Number
     stream: Number
-    loss: Number = 0
+    above: Number = 0
     within: Number = 0
     """``split_backward.within``."""
 
@@ -289,7 +290,7 @@ def _unit(job: Job, degrees: Any, unit: Unit, rule: RecomputeRule) -> UnitMemory
         cost.transient,
         cost.waiting,
         cost.input_bytes,
-        sum(s.bytes for s in cost.saved if s.name in LOSS),
+        split_backward.above_weights(cost),
         split_backward.within(job, cost),
     )
 

@@ -1,9 +1,10 @@
 """Memory of a chunk whose backward runs in two passes, as PyTorch splits it (``Execution.split_backward_keeps_graph``).
 
-The input-gradient pass frees nothing: at its end everything saved but the loss's tensors is there, and the gradients of all linear
-outputs. The weight-gradient pass goes through the weights in the module's order, first layer to last, and a tied head (the
-embedding) before them: a weight's gradient is made while its output's gradient is there, which then goes; all weight gradients
-wait until the last is made. Source: torch.distributed.pipelining._backward (2.13), traced by the dry run (docs/dry-run.md).
+The input-gradient pass frees nothing: at its end everything saved but what lies above the last weights (the loss's tensors, the
+experts' results) is there, and the gradients of all linear outputs. The weight-gradient pass goes through the weights in the
+module's order, first layer to last, and a tied head (the embedding) before them: a weight's gradient is made while its output's
+gradient is there, which then goes; all weight gradients wait until the last is made. Source: torch.distributed.pipelining._backward
+(2.13), traced by the dry run (docs/dry-run.md).
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from typing import Any
 
 from cost_models.arrays import maximum
 from cost_models.job import Job
-from cost_models.layer_cost import LayerCost, Local
+from cost_models.layer_cost import LOSS, LayerCost, Local
 from cost_models.stage_states import unit_holding
 from profiles.operations import GroupedMatmul, Matmul, Number
 
 Unit = tuple[int | str, int, Number, Number]
 """(unit, how many in a row, bytes that its weight-gradient pass holds, ``within``)."""
+
+
+def above_weights(cost: LayerCost) -> Number:
+    """Of what a unit saves, that which lies above its last weight: no weight-gradient pass needs it where no weight follows."""
+    names = LOSS if any(s.name.endswith("_post_norm_input") for s in cost.saved) else (*LOSS, "experts_output")
+    return sum(s.bytes for s in cost.saved if s.name in names)
 
 
 def joining_gradients(job: Job, degrees: Any) -> Number:
@@ -51,11 +58,16 @@ def weight_pass_peak(job: Job, degrees: Any, units: Iterable[Unit], bucket: Numb
     most: Number = 0
     beyond: Number = 0
     for unit, count, held, inner in units:
-        own = _gradient_bytes(job) * unit_holding(job, degrees, unit)[1].all
+        own = own_gradients(job, degrees, unit)
         most = maximum(most, beyond + inner)
         most = maximum(most, beyond + (count - 1) * (own - held) + inner)
         beyond = beyond + count * (own - held)
     return maximum(most, beyond + bucket)
+
+
+def own_gradients(job: Job, degrees: Any, unit: int | str) -> Number:
+    """Bytes of the gradients that autograd makes for a unit's weights."""
+    return _gradient_bytes(job) * unit_holding(job, degrees, unit)[1].all
 
 
 def _gradient_bytes(job: Job) -> float:

@@ -1,7 +1,7 @@
 """The same figures from the cost models: what the operations of ``cost_models.layers`` and the state formulas say of one rank's step.
 
-Only what the step adds beside its layers is written here: sends between stages, reduction and gathering by ZeRO stage, and the few
-numbers that ranks agree on. Sizes are those of ``profiles.operations.Collective``.
+Only what the step adds beside its layers is written here: sends between stages, and the few numbers that ranks agree on
+(``reductions``: what the ZeRO stage reduces and gathers). Sizes are those of ``profiles.operations.Collective``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from cost_models.activations import chunk_memory, runs_of
 from cost_models.job import Job
 from cost_models.layer_cost import Local
 from cost_models.layers import first_layer
-from cost_models.layout import SPLIT_BACKWARD, Layout
+from cost_models.layout import Layout
 from cost_models.memory import StageMemory, stage_memory
 from cost_models.passes import operations_again
 from cost_models.schedules import in_flight
-from cost_models.stage_states import adapters, stage_units, tensors
-from cost_models.states import Weight
 from cost_models.units import unit_cost
-from profiles.model import Attention, ModelSpec, Moe
+from planner.dryrun.reductions import Sent, update_collectives
+from profiles.model import Moe
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Operation
 
 Key = tuple[str, str]
@@ -94,89 +93,7 @@ def boundary_bytes(job: Job, layout: Layout, chunk: int) -> int:
     return int(ways * local.split_tokens * job.model.hidden * local.bytes)
 
 
-def update_collectives(job: Job, layout: Layout, stage: int) -> Iterator[tuple[str, str, float]]:
-    """(axis, kind, bytes) of reducing gradients and gathering parameters in a step."""
-    microbatches = layout.microbatches(job.global_batch)
-    wide, narrow = job.reduced_element, job.gathered_element
-    for weight, count, ends, trained in stage_weights(job, layout, stage):
-        expert = weight.split == "expert"
-        shard, replicate = ("edp_shard", "edp_replicate") if expert else ("dp_shard_cp", "dp_replicate")
-        ways = layout.edp_shard if expert else layout.dp_shard * layout.cp
-        times = microbatches * uses(job, layout, weight) if layout.zero == 2 and ways > 1 and not ends else 1
-        partial = ("ends",) if ends else partial_axis(job.model, layout, weight)
-        fully = layout.zero == 3 and (ways > 1 or layout.dp_shard * layout.cp > 1)
-        share = count / ways if fully else count
-        if not trained:  # gathered where it is sharded, nothing else
-            if fully:
-                split = layout.schedule in SPLIT_BACKWARD
-                yield shard, "all_gather", narrow * count * (1 if split else 2 * microbatches)
-            continue
-        for axis in partial:
-            yield axis, "all_reduce", wide * share * times
-        if layout.zero == 0:
-            yield "edp" if expert else "dp_cp", "all_reduce", wide * count
-        elif fully:
-            split = layout.schedule in SPLIT_BACKWARD
-            yield shard, "all_gather", narrow * count * (1 if split else 2 * microbatches)
-            yield shard, "reduce_scatter", wide * count * (1 if split else microbatches)
-            yield replicate, "all_reduce", wide * count / ways * (1 if split else microbatches)
-        else:
-            yield shard, "reduce_scatter", wide * count * times
-            yield replicate, "all_reduce", wide * count / ways
-            yield shard, "all_gather", narrow * count
-
-
-def uses(job: Job, layout: Layout, weight: Weight) -> int:
-    """Chunks of one rank that a weight serves: both ends of a V share the embedding."""
-    ends = (
-        (job.model.tied or job.model.mtp > 0)
-        and layout.chunks > 1
-        and layout.rank_of_chunk(0) == layout.rank_of_chunk(layout.chunks - 1)
-    )
-    return 2 if ends and weight.name == "embedding" else 1
-
-
-def stage_weights(job: Job, layout: Layout, stage: int) -> Iterator[tuple[Weight, float, bool, bool]]:
-    """(weight, elements on the rank before ZeRO, held at both ends of the pipeline, trained) of everything a rank holds."""
-    for unit, times in stage_units(job, layout, stage):
-        weights = tensors(job).units[unit]
-        beside = adapters(job, weights) if job.lora_rank else ()
-        for weight in (*weights, *beside):
-            ends = (
-                (job.model.tied or (job.model.mtp > 0 and weight.name == "embedding"))
-                and weight.name in ("embedding", "head")
-                and layout.rank_of_chunk(0) != layout.rank_of_chunk(layout.chunks - 1)
-            )
-            if layout.zero == 3:
-                held = weight.padded(
-                    layout, job.execution, layout.edp_shard if weight.split == "expert" else layout.dp_shard * layout.cp
-                )
-            else:
-                held = weight.local(layout, job.execution)
-            yield weight, float(held) * times, ends, job.trains(weight.part) or weight.name.endswith((".a", ".b"))
-
-
-WHOLE_UNDER_TP = ("router", "router_bias", "q_norm", "k_norm")
-"""Weights that every TP rank applies to other tokens or heads whether or not tokens are split between blocks."""
-
-
-WHOLE_LAYERS = ("q_down", "kv_down", "mtp_projection")
-"""Linear layers that TP does not split: both halves of their adapters have the gradients that the layer's weight would have."""
-
-
-def partial_axis(model: ModelSpec, layout: Layout, weight: Weight) -> tuple[str, ...]:
-    """The model-parallel axis over which each rank has only its share of a weight's gradient."""
-    if weight.split in ("none", "mtp") and layout.tp > 1:
-        halves = weight.name.endswith((".a", ".b")) and weight.name.rpartition(".")[0] not in WHOLE_LAYERS
-        if layout.sp or halves or weight.name in WHOLE_UNDER_TP:
-            return ("tp",)
-    if weight.split == "kv":
-        heads = next(k.mixer.kv_heads for k in model.kinds if isinstance(k.mixer, Attention))
-        return (f"kv{layout.tp // heads}",) if layout.tp > heads else ()
-    return ()
-
-
-def agreements(job: Job, layout: Layout, stage: int) -> Iterator[tuple[str, str, float]]:
+def agreements(job: Job, layout: Layout, stage: int) -> Iterator[Sent]:
     """Numbers that ranks agree on once a step: valid tokens; loss, norm, stop, balance loss, loss of MTP modules; tokens an expert
     got."""
     model, chunks = job.model, layout.chunks_of_rank(stage)

@@ -101,6 +101,8 @@ def padded_collectives(trainer: Trainer) -> dict[tuple[str, str], float]:
         times = trainer.microbatches if bucket.sharded is not None else 1
         for axis in bucket.partial:
             out[name(axis.ranks), "all_reduce"] += size * times
+        for axis in bucket.ends:
+            out[name(axis.ranks), "all_reduce"] += size / (bucket.shard.size if bucket.sharded is not None else 1)
         out[name(bucket.shard.ranks), "reduce_scatter"] += size * times
         out[name(bucket.shard.ranks), "all_gather"] += bucket.parameters.element_size() * elements
         if bucket.replicate.size > 1:
@@ -172,10 +174,12 @@ def watched(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
     give = pipeline._give
 
     def on_action(chunk: Chunk, kind: str, microbatch: int) -> None:
-        tracer.enter_phase(f"{kind}{chunk.index}.{microbatch}", {"F": "activations", "B": "held"}.get(kind, "temporary"))
-        arrived = pipeline._received.get(("F", microbatch, chunk.index - 1)) if kind == "F" else None
-        if arrived is not None:
-            tracer.see(arrived[1], "activations")
+        category = {"F": "activations", "B": "held"}.get(kind, "temporary")
+        tracer.enter_phase(f"{kind}{chunk.index}.{microbatch}", category)
+        if kind in ("F", "B"):
+            arrived = pipeline._received.get((kind, microbatch, chunk.index + (-1 if kind == "F" else 1)))
+            if arrived is not None:
+                tracer.see(arrived[1], category)
         if before is not None:
             before(chunk, kind, microbatch)
 

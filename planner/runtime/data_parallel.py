@@ -12,6 +12,7 @@ Shards lie over dp_shard x cp (expert parameters: edp_shard), and are summed ove
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial as partial_call
@@ -105,14 +106,17 @@ class Bucket:
     """Parameters that are reduced and updated together.
 
     ``shard`` / ``replicate``: the axes gradients are scattered over and summed over; ``partial``: model-parallel axes summed
-    first; ``weight``: 1 / ranks of the job that hold each element after the reduction.
+    first, those of them that hold one weight at both ends of a pipeline (``ends``) once a step; ``weight``: 1 / ranks of the job
+    that hold each element after the reduction.
     """
 
     def __init__(
         self, slots: list[Slot], shard: Axis, replicate: Axis, partial: list[Axis], weight: float, zero: int, wide: torch.dtype
     ) -> None:
         first = slots[0].parameter
-        self.slots, self.shard, self.replicate, self.partial = slots, shard, replicate, partial
+        self.slots, self.shard, self.replicate = slots, shard, replicate
+        self.partial = [axis for axis in partial if axis.name != "ends"]
+        self.ends = [axis for axis in partial if axis.name == "ends"]
         self.weight, self.decay = weight, slots[0].block.decay
         used = slots[-1].start + slots[-1].count
         self.length = -(-used // shard.size) * shard.size
@@ -120,7 +124,7 @@ class Bucket:
         self.high = self.low + self.length // shard.size
         self.wide = wide
         self.parameters = torch.zeros(self.length, dtype=first.dtype, device=first.device)
-        keeps = zero < 2 or shard.size == 1 or any(a.name == "ends" for a in partial)  # pipeline ends meet once a step only
+        keeps = zero < 2 or shard.size == 1
         self.full: Tensor | None = torch.zeros(self.length, dtype=wide, device=first.device) if keeps else None
         self.sharded: Tensor | None = None
         if self.full is None:
@@ -193,10 +197,11 @@ class Bucket:
 
     def reduce(self) -> None:
         if self.sharded is not None:
-            all_reduce(self.sharded, self.replicate)
+            for axis in (*self.ends, self.replicate):
+                all_reduce(self.sharded, axis)
             return
         assert self.full is not None
-        for axis in self.partial:
+        for axis in (*self.partial, *self.ends):
             all_reduce(self.full, axis)
         part = self.full[self.low : self.high]
         if self.shard.size > 1:
@@ -246,18 +251,21 @@ Key = tuple[int, bool, tuple[str, ...], int, bool]
 
 
 def grouped(modules: Iterable[nn.Module]) -> dict[Key, list[tuple[str, nn.Parameter, Block]]]:
-    """Trained parameters by (chunk, expert, partial, copies, decay): what may share a bucket."""
+    """Trained parameters by (chunk, expert, partial, copies, decay): what may share a bucket. One that two chunks share is apart: its
+    bucket is reduced after the backwards of both."""
     groups: dict[Key, list[tuple[str, nn.Parameter, Block]]] = {}
     seen: set[int] = set()
+    modules = list(modules)
+    chunks_of = Counter(id(parameter) for module in modules for parameter in module.parameters())
     for number, module in enumerate(modules):
         blocks: dict[str, Block] = module.blocks  # type: ignore[assignment]
         for name, parameter in module.named_parameters():
             block = blocks[name]
             if id(parameter) not in seen and parameter.requires_grad:
                 seen.add(id(parameter))
-                groups.setdefault((number, block.expert, block.partial, block.copies, block.decay), []).append(
-                    (name, parameter, block)
-                )
+                chunk = number if chunks_of[id(parameter)] == 1 else len(modules)
+                key = (chunk, block.expert, block.partial, block.copies, block.decay)
+                groups.setdefault(key, []).append((name, parameter, block))
     return groups
 
 
