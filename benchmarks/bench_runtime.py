@@ -1,10 +1,11 @@
 """Tokens/s of the runtime against the plainest PyTorch that does the same, on 4 CPU processes, interleaved pair by pair.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/bench_runtime.py [--pairs 10] [--only dp4,tp4,pp4,cp4]
+    torchrun --standalone --nproc-per-node 4 benchmarks/bench_runtime.py [--pairs 10] [--only dp4,tp4,pp4,cp4,...]
 
 dp4: DistributedDataParallel and AdamW. tp4: DTensor styles (parallelize_module). pp4: PipelineStage with Schedule1F1B, gradients clipped
-by the norm over all stages. cp4: SDPA on gathered keys and values. Prints a ratio (above 1: the runtime is faster) with its 95 % interval;
-a defect when all of it is below 0.95.
+by the norm over all stages. cp4: SDPA on gathered keys and values, against the runtime's own gathering kind; cp4-ring, cp4-ulysses and
+cp4-both: the runtime's other kinds against that same program (a ring keeps a quarter of the keys and values, and passes them on again in
+backward). Prints a ratio (above 1: the runtime is faster) with its 95 % interval; a defect when all of it is below 0.95.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def plain(name: str, ids: Tensor, labels: Tensor) -> Callable[[], None]:
             {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())},
         )
         return ordinary(model, ids, labels, BATCH)
-    if name == "cp4":
+    if name.startswith("cp4"):
         share = SEQ // world
         mine = slice(rank * share, (rank + 1) * share)
         return ordinary(nn.parallel.DistributedDataParallel(Plain(gather=True)), ids[:, mine], labels[:, mine], BATCH)
@@ -154,7 +155,10 @@ LAYOUTS = {
     "dp4": "dp=4,zero=0,micro_batch=2",
     "tp4": "tp=4,sp=false,micro_batch=8",
     "pp4": "pp=4,micro_batch=1",
-    "cp4": "cp=4,zero=0,micro_batch=8",
+    "cp4": "cp=4,cp_kind=allgather,zero=0,micro_batch=8",
+    "cp4-ring": "cp=4,cp_kind=ring,zero=0,micro_batch=8",
+    "cp4-ulysses": "cp=4,cp_kind=ulysses,zero=0,micro_batch=8",
+    "cp4-both": "cp=4,cp_kind=ring2xulysses2,zero=0,micro_batch=8",
 }
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNTIME = ROOT / "tests" / "planner" / "runtime"
+sys.path.insert(0, str(RUNTIME))  # the tests import their neighbours by name
 LIMIT, FLOOR = 1e-9, 1e-14
 """Below the floor a whole gradient is rounding (a key's bias without rotary positions has none)."""
 

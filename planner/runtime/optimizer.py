@@ -57,10 +57,8 @@ class ShardedAdamW:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for owner in self.shards:
             parts = [g for g in owner.gradients if g.numel()]
-            if parts and parts[0].is_cpu:
-                total += owner.weight * torch.stack([_square_sum(g) for g in parts]).sum()
-            elif parts:
-                total += owner.weight * torch.stack(torch._foreach_norm(parts)).double().square().sum()
+            if parts:
+                total += owner.weight * (square_sum if parts[0].is_cpu else square_sum_fused)(parts)
         return total
 
     def step(self, rate: float, scale: float) -> None:
@@ -129,7 +127,12 @@ PIECE = 1 << 17
 """Elements of a gradient that are widened at a time for its norm."""
 
 
-def _square_sum(values: Tensor) -> Tensor:
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of squares in fp64. (PyTorch's norm with a wider dtype widens a whole CPU tensor.)"""
-    wide = (piece.double() for piece in values.flatten().split(PIECE))
+    wide = (piece.double() for values in tensors for piece in values.flatten().split(PIECE))
     return torch.stack([torch.dot(piece, piece) for piece in wide]).sum()
+
+
+def square_sum_fused(tensors: Sequence[Tensor]) -> Tensor:
+    """The same of a GPU's tensors, whose norms one kernel takes."""
+    return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()

@@ -29,7 +29,7 @@ DENSE = [
     (2, "dp=2,zero=3,micro_batch=2", "llama"), (4, "dp_replicate=2,dp_shard=2,zero=3", "gpt"), (4, "tp=2,dp=2,zero=3", "mqa"),
     (4, "pp=2,dp=2,zero=3,micro_batch=1", "gpt"), (4, "pp=2,vpp=2,dp=2,zero=3,recompute=full", "llama"),
     (4, "pp=2,dp=2,zero=3,schedule=zb-h1", "gpt"), (4, "pp=2,dp=2,zero=3,schedule=zb-v", "llama"),
-    (4, "pp=2,dp=2,zero=3,schedule=dualpipe-v,micro_batch=1", "mqa"),
+    (4, "pp=2,dp=2,zero=3,schedule=dualpipe-v,micro_batch=1", "mqa"), (4, "pp=2,dp=2,zero=2,schedule=zb-v,micro_batch=2", "gpt"),
 ]  # fmt: skip
 CONTEXT = [
     (4, "cp=4,cp_kind=ulysses,micro_batch=2", "gpt"),
