@@ -141,8 +141,15 @@ def shown(flag: str, values: tuple[str, ...]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string of Hydra's grammar: double quotes, with backslashes and quotes escaped."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """A string of Hydra's grammar: double quotes; a quote inside is escaped, backslashes only where a quote follows them."""
+    return '"' + re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), text) + '"'
+
+
+def unquoted(text: str) -> str:
+    """What ``quoted`` made of a string; other text as it is."""
+    if not text.startswith('"'):
+        return text
+    return re.sub(r'(\\+)("|$)', lambda found: len(found[1]) // 2 * "\\" + found[2], text[1:-1])
 
 
 def expanded(text: str) -> list[int]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from planner.emit.imported import Imported
-from planner.emit.megatron.bridge import FIELDS, LISTS, PRECISIONS, SWITCHES, TARGET
+from planner.emit.megatron.bridge import FIELDS, LISTS, PRECISIONS, SWITCHES, TARGET, unquoted
 from planner.emit.megatron.flags import Flags
 from planner.emit.megatron.layout import PRECISIONS as FLAGS_OF_PRECISION
 from planner.emit.megatron.reading import read_flags
@@ -48,5 +48,5 @@ def flag_of(name: str, value: str) -> Flags:
     flag = FLAG_OF.get(name, "--" + name.partition(".")[2].replace("_", "-"))
     if value in ("true", "false"):
         return {flag: ()} if value == "true" else {}
-    plain = value.replace('\\"', '"').replace("\\\\", "\\")[1:-1] if value.startswith('"') else value
+    plain = unquoted(value)
     return {flag: tuple(plain.strip("[]").split(",")) if flag in LISTS else (plain,)}

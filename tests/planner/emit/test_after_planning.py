@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from planner.emit.core import EmitSettings, emit
+from planner.legality import limits_of
 from planner.solve import PlanRequest, solve
 from profiles.errors import DoesNotFit, InputError
 from profiles.model import ModelSpec
 from tests.planner.jobs import decoder, job
 
-TARGETS = ("axisplan", "megatron", "torchtitan", "deepspeed", "accelerate")
+TARGETS = ("axisplan", "megatron", "megatron-bridge", "torchtitan", "deepspeed", "accelerate")
 FLAVOURS = ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "deepseek-v2-lite")
 """TorchTitan has no models of other shapes."""
-PINS = ("", "", "zero=3", "zero=0", "pp>=2", "ep>=2", "dp_replicate>=2", "tp=2", "cp>=2", "schedule=zb-v|dualpipe-v|zb-h1")
+PINS = ("zero=3", "zero=0", "pp>=2", "ep>=2", "dp_replicate>=2", "tp=2", "cp>=2", "schedule=zb-v|dualpipe-v|zb-h1")
 
 
 def small(rng: random.Random) -> ModelSpec:
@@ -29,22 +31,27 @@ def small(rng: random.Random) -> ModelSpec:
 
 
 def request(seed: int, target: str) -> PlanRequest:
-    """A job of 1 to 8 GPUs for ``target`` with a wish or none; precisions and optimizers that it may not have."""
+    """A job of 1 to 8 GPUs for ``target``, in a precision and with an optimizer that it has, every third with a wish."""
     rng = random.Random(f"{seed} {target}")
     gpus = rng.choice([1, 2, 4, 6, 8])
-    of = job(
-        rng.choice(FLAVOURS) if target == "torchtitan" else small(rng), f"h100-sxm:1x{gpus}", rng.choice([512, 1024]),
-        gpus * rng.choice([2, 4]), target, optimizer=rng.choice(["adamw"] * 4 + ["sgd", "muon"]),
-        precision=rng.choice(["bf16", "bf16", "bf16", "fp8", "fp16"]),
-    )  # fmt: skip
-    return PlanRequest(of, pins=rng.choice(PINS), top=0, tie=rng.choice([0.0, 0.01]), offload=rng.random() < 0.3)
+    model = rng.choice(FLAVOURS) if target == "torchtitan" else small(rng)
+    plain = job(model, f"h100-sxm:1x{gpus}", rng.choice([512, 1024]), gpus * rng.choice([2, 4]), target)
+    limits = limits_of(plain)
+    precisions = [p for p in ("bf16", "bf16", "fp8", "fp16") if p in (limits.trains or plain.execution.precisions)]
+    optimizers = [o for o in ("adamw", "adamw", "sgd", "muon") if o in (limits.optimizers or plain.execution.optimizers)]
+    of = replace(plain, precision=rng.choice(precisions), optimizer=rng.choice(optimizers))
+    wish = rng.choice(PINS) if rng.random() < 1 / 3 else ""
+    return PlanRequest(of, pins=wish, top=0, tie=rng.choice([0.0, 0.01]), offload=bool(limits.offload) and rng.random() < 0.3)
 
 
 def emitted(seed: int, target: str, out: Path) -> bool:
-    """Whether there is a plan; emitting it must not raise."""
+    """Whether there is a plan, as there must be unless a wish was in vain; emitting it must not raise."""
+    asked = request(seed, target)
     try:
-        plan = solve(request(seed, target))
+        plan = solve(asked)
     except (InputError, DoesNotFit):
+        if not asked.pins:
+            raise
         return False
     emit(plan, target, "torchrun", out / f"{target}-{seed}", EmitSettings())
     return True
@@ -52,7 +59,7 @@ def emitted(seed: int, target: str, out: Path) -> bool:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_few_random_plans_are_emitted(target: str, tmp_path: Path) -> None:
-    assert sum(emitted(seed, target, tmp_path) for seed in range(8)) >= 3
+    assert sum(emitted(seed, target, tmp_path) for seed in range(4)) >= 3
 
 
 def test_a_plan_for_a_target_that_does_not_build_the_model_says_so_before_it_is_emitted(invoke) -> None:
@@ -101,4 +108,4 @@ def test_what_a_target_cannot_express_is_refused_before_planning(
 @pytest.mark.verify
 @pytest.mark.parametrize("target", TARGETS)
 def test_eighty_random_plans_are_emitted(target: str, tmp_path: Path) -> None:
-    assert sum(emitted(seed, target, tmp_path) for seed in range(8, 88)) >= 15
+    assert sum(emitted(seed, target, tmp_path) for seed in range(4, 84)) >= 60
