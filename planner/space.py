@@ -25,6 +25,7 @@ from planner.rules.core import RULES, Case, Limits, Rule
 from planner.rules.schedule import chunks_of
 from planner.wishes import Wish as Wish
 from planner.wishes import read_wishes as read_wishes
+from planner.wishes import require_choices
 from profiles.errors import InputError
 
 PREFIX_FIELDS = ("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp")
@@ -114,10 +115,7 @@ class Space:
         offload: bool = False,
         etp: bool = True,
     ) -> None:
-        for wish in (*pins, *(w for e in excluded for w in e)):
-            if wish.field == "stages":
-                rule = "stages are what the program chooses; axisplan estimate --layout prices a given split"
-                raise InputError("--pin", str(wish), rule, None)
+        require_choices(pins, excluded)
         self.job, self.pins, self.excluded, self.offload = job, tuple(pins), tuple(tuple(e) for e in excluded), offload
         self.limits: Limits = limits_of(job)
         if offload and not self.limits.offload:
@@ -186,9 +184,10 @@ class Space:
         width = model.moe.width if model.moe else 1
         known0: frozenset[str] = frozenset()
         for tp in divisors(world):
-            if not self.allowed("tp", tp):
+            sp = tp > 1 and self.limits.sequence_parallel
+            if not self.allowed("tp", tp) or not self.allowed("sp", sp):
                 continue
-            chosen = _Chosen(tp=tp, sp=tp > 1 and self.limits.sequence_parallel)
+            chosen = _Chosen(tp=tp, sp=sp)
             step1 = frozenset(("tp", "sp"))
             if not self._legal(chosen, known0, step1):
                 continue
@@ -196,7 +195,7 @@ class Space:
                 if cp > self.job.seq_len or not self.allowed("cp", cp):
                     continue
                 for kind in self._kinds(cp):
-                    chosen = _Chosen(tp=tp, sp=tp > 1 and self.limits.sequence_parallel, cp=cp, cp_kind=kind)
+                    chosen = _Chosen(tp=tp, sp=sp, cp=cp, cp_kind=kind)
                     step2 = frozenset(("cp", "cp_kind"))
                     if not self._legal(chosen, step1, step2):
                         continue
@@ -206,7 +205,7 @@ class Space:
                         dp = world // (tp * cp * pp)
                         if self.job.global_batch % dp or not self.allowed("dp", dp):
                             continue
-                        chosen = _Chosen(tp=tp, sp=tp > 1 and self.limits.sequence_parallel, cp=cp, cp_kind=kind, pp=pp, dp=dp)
+                        chosen = _Chosen(tp=tp, sp=sp, cp=cp, cp_kind=kind, pp=pp, dp=dp)
                         step3 = frozenset(("pp", "dp"))
                         if not self._legal(chosen, step1 | step2, step3) or not self.batches(tp, cp, pp, dp):
                             continue
@@ -268,10 +267,10 @@ class Space:
                         yield Batch(micro, schedule, vpp, each // micro)
 
     def schedules(self, pp: int) -> list[str]:
-        """Schedules tried at ``pp``; without a pipeline there is one, plain gradient accumulation."""
-        if pp == 1:
-            return ["1f1b"]
+        """Schedules tried at ``pp``; without a pipeline there is one, plain gradient accumulation, which a pinned schedule rules out."""
         pinned = {v for w in self.pins if w.field == "schedule" and w.op == "=" for v in w.values}
+        if pp == 1:
+            return ["1f1b"] if not pinned or "1f1b" in pinned else []
         return [s for s in self.limits.schedules if self.allowed("schedule", s) and (s not in self.limits.costed or s in pinned)]
 
     def shards(self, prefix: Prefix) -> tuple[Shard, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,3 +65,23 @@ def read_wishes(text: str) -> tuple[Wish, ...]:
             values = tuple(_text(Layout.read(f"{field}={v}")[field]) for v in values)
         wishes.append(Wish(field, op, values))
     return tuple(wishes)
+
+
+def require_choices(pins: Sequence[Wish], excluded: Sequence[Sequence[Wish]]) -> None:
+    """Raise InputError for a wish about what the space does not choose."""
+    for wish in (*pins, *(w for e in excluded for w in e)):
+        if wish.field == "stages":
+            rule = "stages are what the program chooses; axisplan estimate --layout prices a given split"
+        elif wish.field == "capacity":
+            rule = "a capacity factor changes what is trained, not only how fast; axisplan estimate --layout prices one"
+        elif wish.field == "sp" and wish.op == "=" and "false" in wish.values and wish in pins:
+            rule = "sequence parallelism goes with tp where the target has it; axisplan estimate --layout prices a layout without"
+        else:
+            continue
+        raise InputError("--pin" if wish in pins else "--exclude", str(wish), rule, None)
+    for several in excluded:
+        if len(several) > 1 and any(w.field == "recompute" for w in several):
+            rule = "recompute is chosen for each layer: it is left out alone, not only beside other choices"
+            raise InputError(
+                "--exclude", ",".join(map(str, several)), rule, next(str(w) for w in several if w.field == "recompute")
+            )

@@ -190,6 +190,16 @@ def stages_hold_all_layers(case: Case) -> Iterator[Break]:
         yield Break("stages", shown, f"{case.limits.target} splits layers evenly", ())
 
 
+@rule("model", "pp vpp", "the layers divide over the chunks where the target splits them evenly")
+def layers_divide_over_even_chunks(case: Case) -> Iterator[Break]:
+    layout, layers = case.layout, case.job.model.num_layers
+    chunks = layout.pp * layout.vpp
+    if not case.limits.uneven_stages and layers % chunks:
+        field = "vpp" if layout.vpp > 1 else "pp"
+        message = f"{layers} layers do not divide over pp*vpp = {chunks} even chunks (execution.uneven_stages is false)"
+        yield Break(field, getattr(layout, field), message)
+
+
 @rule("model", "ep etp", "experts with a bias need etp 1 where the target says so")
 def expert_bias_and_etp(case: Case) -> Iterator[Break]:
     moe = case.job.model.moe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -13,6 +14,7 @@ from planner.legality import RULES, limits_of
 from planner.rules.cluster import same_placement
 from planner.rules.core import Case
 from planner.space import Space, read_wishes
+from profiles.errors import InputError
 from tests.planner.jobs import decoder, job
 
 DENSE = decoder(layers=4, hidden=256, heads=4, width=512, head_dim=64)
@@ -92,3 +94,56 @@ def test_virtual_stages_go_up_to_one_layer_a_chunk_and_experts_split_by_every_di
     assert {p.etp for p in experts.prefixes} == {1, 2, 4, 8}
     beyond = Space(job("mixtral-8x7b", "h100-sxm:1x8", 4096, 64), read_wishes("tp=1,etp=4"))
     assert {(p.tp, p.etp) for p in beyond.prefixes} == {(1, 4)}
+
+
+def found(pins: str, execution: str = "axisplan", *, excluded: str = "") -> Space:
+    return Space(job(EXPERTS, "h100-sxm:1x4", 512, 4, execution), read_wishes(pins), [read_wishes(excluded)] if excluded else ())
+
+
+@cache
+def unpinned() -> list[str]:
+    return listed(found(""))
+
+
+WISHES = {
+    "tp=2": lambda x: x.tp == 2, "cp<=2": lambda x: x.cp <= 2, "cp_kind=ulysses": lambda x: x.cp == 1 or x.cp_kind == "ulysses",
+    "pp>=2": lambda x: x.pp >= 2, "vpp=2": lambda x: x.vpp == 2, "ep!=1": lambda x: x.ep != 1, "etp<=1": lambda x: x.etp == 1,
+    "dp=2": lambda x: x.dp == 2, "dp_replicate=2": lambda x: x.dp_replicate == 2, "dp_shard=2": lambda x: x.dp_shard == 2,
+    "zero=1|2": lambda x: x.zero in (1, 2), "micro_batch=2": lambda x: x.micro_batch == 2,
+    "schedule=zb-v": lambda x: x.schedule == "zb-v", "schedule=1f1b": lambda x: x.schedule == "1f1b", "sp=true": lambda x: x.sp,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_a_pin_leaves_the_layouts_that_have_it_and_an_exclusion_the_others(wish: str) -> None:
+    every, pinned = unpinned(), listed(found(wish))
+    meets = WISHES[wish]
+    assert pinned and set(pinned) == {text for text in every if meets(Layout.parse(text))}
+    if "=" in wish.replace("<=", "").replace(">=", "").replace("!=", "") and not wish.startswith(("schedule", "cp_kind")):
+        assert set(listed(found("", excluded=wish))) == set(every) - set(pinned)
+
+
+def test_a_pinned_order_or_expert_degree_beyond_tp_is_planned_with() -> None:
+    assert {Layout.parse(text).order for text in listed(found("order=tp-pp-dp"))} == {"tp-pp-dp"}
+    assert {(x.tp, x.etp) for x in map(Layout.parse, listed(found("etp=2")))} == {(1, 2), (2, 2), (4, 2)}
+
+
+def test_an_exclusion_of_several_fields_leaves_out_what_has_all_of_them_and_nothing_else() -> None:
+    every, left = unpinned(), found("", excluded="tp=2,pp=2")
+    both = {text for text in every if (Layout.parse(text).tp, Layout.parse(text).pp) == (2, 2)}
+    assert both and set(listed(left)) == set(every) - both
+    assert sum(left.count(p, b) for p in left.prefixes for b in left.batches(p.tp, p.cp, p.pp, p.dp)) == len(every) - len(both)
+
+
+@pytest.mark.parametrize(
+    ("pins", "excluded", "says"),
+    [
+        ("capacity=1.25", "", "a capacity factor changes what is trained"),
+        ("sp=false", "", "sequence parallelism goes with tp"),
+        ("", "tp=2,recompute=full", "it is left out alone"),
+        ("stages=2|2", "", "stages are what the program chooses"),
+    ],
+)
+def test_a_wish_about_what_the_space_does_not_choose_is_refused(pins: str, excluded: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        found(pins, excluded=excluded)
