@@ -1,18 +1,15 @@
-"""Speed of one estimate and of the bulk bounds: ``python benchmarks/bench_estimate.py``. CPU seconds, best of several runs."""
+"""Speed of one estimate: ``python benchmarks/bench_estimate.py``. CPU seconds, best of several runs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-import numpy as np
-
-from cost_models.bounds import bulk_lower_bounds
+from cost_models import activations, chunks, memory, passes, units
 from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.memory import stage_memory
-from cost_models.passes import _unit, unit_cost
 from cost_models.step import estimate
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
@@ -28,10 +25,21 @@ def best(run: Callable[[], object], times: int = 20) -> float:
     return 1e3 * min(spent)
 
 
+CACHES = (
+    passes._unit,
+    passes.held_weights,
+    passes.unit_weights,
+    activations._remembered,
+    units._cost,
+    memory.stage_memory,
+    chunks.chunk_detail,
+)
+
+
 def fresh(job: Job, layout: Layout, detail: bool) -> None:
-    """One estimate whose layer prices are not cached."""
-    _unit.cache_clear()
-    unit_cost.cache_clear()
+    """One estimate of which nothing but the schedule is known."""
+    for cached in CACHES:
+        cached.cache_clear()
     estimate(job, layout, detail=detail)
 
 
@@ -53,17 +61,10 @@ def main() -> None:
         layout = Layout.parse(text, spec.gpus)
         actions = 2 * layout.chunks * layout.microbatches(batch)
         warm = best(lambda job=job, layout=layout: estimate(job, layout, detail=False))  # type: ignore[misc]
-        cold = best(lambda job=job, layout=layout: fresh(job, layout, False), 5)  # type: ignore[misc]
-        whole = best(lambda job=job, layout=layout: (stage_memory.cache_clear(), estimate(job, layout)), 5)  # type: ignore[misc]
+        whole = best(lambda job=job, layout=layout: (stage_memory.cache_clear(), estimate(job, layout)))  # type: ignore[misc]
+        cold = best(lambda job=job, layout=layout: fresh(job, layout, True), 5)  # type: ignore[misc]
         figures = f"{warm:6.2f} ms time, {whole:6.2f} ms with memory, {cold:6.2f} ms nothing cached"
         print(f"{model:16s} {text[:32]:32s} {actions:6d} actions: {figures}")
-    job = Job(load_model("llama-3.1-70b"), load_cluster("h100-sxm:64x8"), load_execution("megatron"), 8192, 512)
-    rng = np.random.default_rng(0)
-    count = 20000
-    tp, pp = 2 ** rng.integers(0, 4, count), 2 ** rng.integers(0, 5, count)
-    micro = 2 ** rng.integers(0, 3, count)
-    spent = best(lambda: bulk_lower_bounds(job, tp=tp, pp=pp, micro_batch=micro, dp=512 // (tp * pp)), 5)
-    print(f"bulk lower bounds: {count / spent * 1e3:,.0f} layouts a second")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+from cost_models.activations import runs_of
 from cost_models.communication import Network, add_bytes
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.passes import NO_RECOMPUTE, PassSeconds, layer_key, unit_seconds, unit_weights
 from cost_models.pipeline import Timeline, simulate
-from cost_models.stage_states import ranks_chunks, stage_holding
+from cost_models.stage_states import ranks_chunks, stage_holding, stage_units
 from cost_models.states import Holding
 from cost_models.units import EMBEDDING, HEAD, MTP, Unit, unit_cost
 from cost_models.update import Update, update_seconds
@@ -42,19 +44,18 @@ class ChunkSeconds:
 
 def chunk_parts(job: Job, layout: Layout) -> list[Parts]:
     """What each chunk is made of: units with their recompute rules, and how many of each."""
-    model, rules = job.model, layout.recompute_rules
+    model = job.model
     out = []
     for chunk in range(layout.chunks):
         counts: defaultdict[Part, int] = defaultdict(int)
         if chunk == 0:
             counts[EMBEDDING, NO_RECOMPUTE] += 1
-        for index in layout.layers_of_chunk(chunk, model.num_layers):
-            rule = rules.of(index)
-            counts[model.pattern[index], RecomputeRule(0, None, rule.mode, rule.modules)] += 1
+        for run in runs_of(job, layout, chunk):
+            counts[run.kind, run.rule] += run.count
         if chunk == layout.chunks - 1:
             counts[HEAD, NO_RECOMPUTE] += 1
             if model.mtp:
-                last = rules.of(model.num_layers - 1)
+                last = layout.recompute_rules.of(model.num_layers - 1)
                 counts[MTP, RecomputeRule(0, None, last.mode, last.modules)] += model.mtp
         out.append(tuple(counts.items()))
     return out
@@ -102,6 +103,19 @@ def _chunk(job: Job, layout: Layout, key: Layout, parts: Parts) -> ChunkSeconds:
         save_f, save_b = save_f + count * seconds.paired_saving[0], save_b + count * seconds.paired_saving[1]
         weights = weights + unit_weights(job, layout, unit).times(count)
     return ChunkSeconds(f, b, w, parts, weights, (save_f, save_b))
+
+
+def rank_updates(job: Job, layout: Layout, chunks: Sequence[ChunkSeconds]) -> list[Update]:
+    """``rank_update`` of every pipeline rank; ranks that hold alike share it."""
+    known: dict[tuple[Any, ...], Update] = {}
+    out = []
+    for rank in range(layout.pp):
+        mine = ranks_chunks(layout, rank)
+        key = (tuple(chunks[c].parts for c in mine), stage_units(job, layout, rank), stage_job(job, layout, rank).cluster.gpu.name)
+        if key not in known:
+            known[key] = rank_update(job, layout, chunks, rank)
+        out.append(known[key])
+    return out
 
 
 def rank_update(job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], rank: int) -> Update:

@@ -113,9 +113,9 @@ def head_operations(job: Job, degrees: Degrees) -> LayerCost:
     return _head(Local(job, degrees))
 
 
-def mtp_operations(job: Job, degrees: Degrees) -> LayerCost:
-    """One multi-token-prediction module (DeepSeek-V3, arXiv:2412.19437 section 2.2): embedding of the next token, two norms, a
-    projection of twice the hidden width, a layer like the model's last, and the shared head with its own loss."""
+def mtp_operations(job: Job, degrees: Degrees, embedding: LayerCost, layer: LayerCost, head: LayerCost) -> LayerCost:
+    """One multi-token-prediction module (DeepSeek-V3, arXiv:2412.19437 section 2.2): ``embedding`` of the next token, two norms, a
+    projection of twice the hidden width, a ``layer`` like the model's last, and the shared ``head`` with its own loss."""
     local = Local(job, degrees)
     b = Builder(local, "mtp")
     rows, h = local.split_tokens, job.model.hidden
@@ -126,6 +126,4 @@ def mtp_operations(job: Job, degrees: Degrees) -> LayerCost:
         b.saved[at] = replace(b.saved[at], bytes=b.saved[at].bytes * where(local.sp > 1, 1, 0))
     b.keep("mtp_projection_input", rows * 2 * h * local.input_bytes, weight=True)
     b.linear("mtp_projection", rows, h, 2 * h)
-    last = job.model.layer(job.model.num_layers - 1)
-    parts = _embedding(local), b.done(rows * h * local.bytes), layer_operations(job, degrees, last), _head(local)
-    return reduce(add, parts)
+    return embedding + b.done(rows * h * local.bytes) + layer + head

@@ -133,6 +133,14 @@ class Layout:
     """Capacity factor of dropping MoE dispatch; 0 = dropless."""
     offload: tuple[str, ...] = ()
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: a layout is the key of most memories of costs."""
+        return self._hash
+
     # -- identities -------------------------------------------------------------------------------------------------
 
     @property

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from cost_models.activations import ChunkMemory, Run, chunk_memory, offloaded, runs_of
 from cost_models.arrays import maximum, minimum, plain, where
@@ -127,15 +129,25 @@ def fixed_part(job: Job, layout: Any, rank: int) -> Fixed:
 
 Snapshot = tuple[tuple[int, int, int], ...]
 """(chunk, microbatches alive, microbatches held for the weight gradient) of each chunk: ``schedules.InFlight``."""
-Moment = tuple[Number, Number, Any]
-"""Bytes of activations, of temporaries beside them, and what the moment is called."""
+Beyond = tuple[Number, Any]
+"""Bytes beyond what is kept at a moment, and what the moment is called."""
 
 
 def peak(layout: Any, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots: Sequence[Snapshot]) -> Peak:
     """The fullest moment of a rank with these ``chunks`` over the schedule's ``snapshots``."""
     whole = layout.schedule not in ZERO_BUBBLE
-    moments = (found for snapshot in snapshots for found in _moments(chunks, snapshot, fixed.gathered, whole))
-    activations, temporary, moment = reduce(_fuller, moments)
+    known: dict[tuple[tuple[bool, bool], ...], Beyond] = {}
+    activations: Number = 0.0
+    temporary: Number = -np.inf
+    moment: Any = ""
+    for snapshot in snapshots:
+        kept = kept_at(chunks, snapshot)
+        running = tuple([(alive > 0, held > 0) for _, alive, held in snapshot])
+        if running not in known:
+            known[running] = _fullest(chunks, snapshot, fixed.gathered, whole)
+        beyond, name = known[running]
+        more = kept + beyond > activations + temporary
+        activations, temporary, moment = where(more, kept, activations), where(more, beyond, temporary), where(more, name, moment)
     away: Number = 0.0
     if "activations" in layout.offload:
         stays = offloaded(activations, chunks.values())
@@ -153,21 +165,18 @@ def peak(layout: Any, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots
     )
 
 
-def _fuller(one: Moment, other: Moment) -> Moment:
-    more = other[0] + other[1] > one[0] + one[1]
-    return (where(more, other[0], one[0]), where(more, other[1], one[1]), where(more, other[2], one[2]))
-
-
-def _moments(
+def _fullest(
     chunks: Mapping[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[Number, Number], whole: bool
-) -> Iterator[Moment]:
-    """The moments around one snapshot of the schedule."""
-    kept = kept_at(chunks, snapshot)
-    if not whole:
-        yield kept, 0.0, "forward"
+) -> Beyond:  # fmt: skip
+    """The fullest of the moments around one snapshot of the schedule."""
+    found: list[Beyond] = [] if whole else [(0.0, "forward")]
     for chunk, alive, held in snapshot:
-        for name, beyond in beyond_kept(chunks[chunk], alive, held, gathered, whole):
-            yield kept, beyond, name
+        found += [(beyond, name) for name, beyond in beyond_kept(chunks[chunk], alive, held, gathered, whole)]
+    most, called = found[0]
+    for beyond, name in found[1:]:
+        more = beyond > most
+        most, called = where(more, beyond, most), where(more, name, called)
+    return most, called
 
 
 def kept_at(chunks: Mapping[int, ChunkMemory], snapshot: Snapshot) -> Number:

@@ -65,6 +65,7 @@ class UnitSeconds:
     """Sums: forward; recompute and input gradient; weight gradient."""
 
 
+@lru_cache(maxsize=16384)
 def layer_key(job: Job, layout: Layout) -> Layout:
     """``layout`` with everything set aside that a layer's own passes do not depend on; layouts of equal key share prices."""
     fields: dict[str, object] = {"vpp": 1, "stages": (), "recompute": "none"}

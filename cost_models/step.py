@@ -18,6 +18,7 @@ from cost_models.chunks import (
     chunk_detail,
     chunk_seconds,
     rank_update,
+    rank_updates,
     run_schedule,
     stage_job,
     stage_limit,
@@ -113,7 +114,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
     """
     microbatches = layout.microbatches(job.global_batch)
     chunks = chunk_seconds(job, layout)
-    updates = [rank_update(job, layout, chunks, rank) for rank in range(layout.pp)]
+    updates = rank_updates(job, layout, chunks)
     timeline = run_schedule(job, layout, chunks, updates, microbatches)
     slow = stragglers(job.cluster.nodes if layout.world > 1 else 1)
     pipeline = timeline.unsynchronised_seconds if job.execution.post_validation else timeline.seconds

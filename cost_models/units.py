@@ -40,7 +40,9 @@ def _operations(job: Job, degrees: Any, unit: Unit) -> LayerCost:
         return embedding_operations(job, degrees)
     if unit == HEAD:
         return head_operations(job, degrees)
-    return mtp_operations(job, degrees) if unit == MTP else layer_operations(job, degrees, job.model.kinds[int(unit)])
+    if unit == MTP:
+        return mtp_operations(job, degrees, *(unit_cost(job, degrees, part) for part in (EMBEDDING, job.model.pattern[-1], HEAD)))
+    return layer_operations(job, degrees, job.model.kinds[int(unit)])
 
 
 def microbatch_key(layout: Layout) -> Layout:

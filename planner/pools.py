@@ -17,12 +17,13 @@ wider than a uniform cluster's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
-from cost_models.chunks import chunk_seconds, rank_update, run_schedule, stage_job, stage_limit
+from cost_models.chunks import chunk_seconds, rank_updates, run_schedule, stage_job, stage_limit
 from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
@@ -30,7 +31,7 @@ from cost_models.memory import stage_memory
 from cost_models.passes import unit_seconds
 from cost_models.stage_states import ranks_chunks
 from cost_models.units import EMBEDDING, HEAD, Unit
-from planner.columns import Column, PathStore, mode_text, modes_of, recompute_text
+from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, recompute_text
 from planner.program import Answer
 from planner.rows import idle
 from planner.search import Books, Found, Outcome
@@ -75,7 +76,8 @@ class Pools:
     rated: dict[tuple[Entry, Shard], tuple[float, Layout]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.modes = modes_of(self.job, self.space.limits)
+        limits = self.space.limits
+        self.modes = modes_within(modes_of(self.job, limits), limits, self.space.pins, self.space.excluded)
         self.store = PathStore()
 
     # -- bounds -----------------------------------------------------------------------------------------------------
@@ -246,15 +248,20 @@ class Split:
         """Seconds of the step, as ``cost_models.step.estimate`` has them."""
         job = self.job
         chunks = chunk_seconds(job, layout)
-        updates = [rank_update(job, layout, chunks, rank) for rank in range(layout.pp)]
+        updates = rank_updates(job, layout, chunks)
         timeline = run_schedule(job, layout, chunks, updates, self.microbatches)
         return float((timeline.seconds + job.execution.step_overhead_seconds) * stragglers(job.cluster.nodes))
 
 
 def search_pools(
-    job: Job, pins: Sequence[Wish], excluded: Sequence[Sequence[Wish]], *, offload: bool, prove: bool
+    job: Job, pins: Sequence[Wish], excluded: Sequence[Sequence[Wish]], *, offload: bool, prove: bool, deadline: float | None = None
 ) -> tuple[Pools, Outcome]:
-    """The best over every order of the pools, with the certificate's figures over all of them. Raises InputError where nothing is legal."""
+    """The best over every order of the pools, with the certificate's figures over all of them. ``deadline`` (``time.monotonic()``): it ends
+    with what it has, once something fits. Raises InputError where nothing is legal."""
+
+    def late() -> bool:
+        return deadline is not None and time.monotonic() > deadline and any(s.rated for s in searches)
+
     times = MORE_TO_PROVE if prove else 1
     searches: list[Pools] = []
     for pools in permutations(job.cluster.pools):
@@ -274,14 +281,15 @@ def search_pools(
         if held is None or entry.plainness < held[0].plainness:
             simplest[key] = (entry, search)
     for entry, search in list(simplest.values())[: PROBED * times]:
-        search.rate(entry)
+        if not late():
+            search.rate(entry)
     for here, near in _fastest(searches, REFINED * times):
         for entry, search in queue:
             same = (entry.prefix, entry.batch.micro_batch) == (near.prefix, near.batch.micro_batch)
-            if search is here and same and entry.bound < min(x[0] for x in here.rated.values()):
+            if search is here and same and entry.bound < min(x[0] for x in here.rated.values()) and not late():
                 search.rate(entry)
     for here, near in _fastest(searches, POLISHED * times):
-        for column in [k for k in here.rated if k[0] == near]:
+        for column in [k for k in here.rated if k[0] == near and not late()]:
             here.polish(column)
     best = min((x[0] for s in searches for x in s.rated.values()), default=float("inf"))
     for entry, search in queue:

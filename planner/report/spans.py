@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_models.chunks import boundary_seconds, chunk_seconds, rank_update, run_schedule
+from cost_models.chunks import boundary_seconds, chunk_seconds, rank_updates, run_schedule
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.passes import PassSeconds, layer_key, unit_seconds
@@ -58,7 +58,7 @@ def simulate(job: Job, layout: Layout, step_seconds: float, most: int = MOST_ACT
     """The timeline of one step of ``job`` under ``layout``, which takes ``step_seconds`` in all; a step of more than ``most`` actions
     with fewer microbatches."""
     chunks = chunk_seconds(job, layout)
-    updates = [rank_update(job, layout, chunks, rank) for rank in range(layout.pp)]
+    updates = rank_updates(job, layout, chunks)
     microbatches = drawn = layout.microbatches(job.global_batch)
     group = 2 * layout.pp * (2 if layout.schedule.startswith("dualpipe") else 1)
     while 2 * layout.chunks * drawn > most and drawn > 4 * group:

@@ -8,10 +8,11 @@ import pytest
 from cost_models.attention_ops import causal_pairs, rank_pairs
 from cost_models.execution import Execution
 from cost_models.job import Job
-from cost_models.layers import LayerCost, embedding_operations, head_operations, layer_operations, mtp_operations
+from cost_models.layers import LayerCost, embedding_operations, head_operations, layer_operations
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.recompute import kept_bytes
 from cost_models.states import layer_weights
+from cost_models.units import unit_cost
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model, model_names
 from profiles.model import Attention, Layer, LinearAttention, Mlp, ModelSpec, Moe, StateSpace, uniform
@@ -342,7 +343,7 @@ def test_mixers_without_softmax_cost_linearly_in_the_sequence_and_split_by_heads
 def test_an_mtp_module_is_a_layer_a_projection_and_a_head() -> None:
     model = load_model("deepseek-v3")
     layout, work = Layout(), job(model, moe_imbalance=1.0)
-    parts = [mtp_operations(work, layout), layer_operations(work, layout, model.layer(60)), head_operations(work, layout)]
+    parts = [unit_cost(work, layout, "mtp"), layer_operations(work, layout, model.layer(60)), head_operations(work, layout)]
     flops = [sum(op.flops for op in p.forward) for p in parts]
     assert flops[0] == pytest.approx(flops[1] + flops[2] + 2 * 2048 * 2 * 7168 * 7168)
 
