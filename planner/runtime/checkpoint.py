@@ -16,6 +16,7 @@ import json
 import shutil
 import threading
 import warnings
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Checkpoints:
         """Write the state after ``step`` steps. Returns once it is copied to host memory; ``wait``: once it is written."""
         self.finish()
         state = {name: _copied(value) for name, value in state_of(trainer, once=True).items()}
-        target = self.folder / f"step-{step:08d}"
+        target = self._place(step)
         meta = {"format": FORMAT, "step": step, "world": dist.get_world_size(), **facts}
         if dist.get_rank() == 0:
             shutil.rmtree(target, ignore_errors=True)
@@ -107,6 +108,11 @@ class Checkpoints:
         self._thread.start()
         if wait:
             self.finish()
+
+    def _place(self, step: int) -> Path:
+        """A folder that holds no whole checkpoint: one of an earlier run, which may be all there is, is never written over."""
+        names = (f"step-{step:08d}{again}" for again in chain([""], (f"-{n}" for n in count(2))))
+        return next(path for path in map(self.folder.joinpath, names) if not (path / "axisplan.json").is_file())
 
     def _write(self, state: dict[str, Any], target: Path, meta: dict[str, Any]) -> None:
         try:

@@ -21,13 +21,11 @@ from planner.runtime import devices
 from planner.runtime.journal import check_tensorboard
 from planner.runtime.settings import check_files, parser, read_settings
 from planner.runtime.stop import STOPPED, passed_on
-from planner.runtime.worker import REFUSED
+from planner.runtime.worker import LOST, REFUSED
 from profiles.errors import AxisplanError, InputError
 
 PATIENCE = 8.0
 """Seconds that torchrun and the workers get to end after SIGTERM (a worker saves and leaves) before they are killed."""
-SAVING = "600"
-"""Seconds that torchrun leaves its workers where the signal reaches it first (a batch system's ends every process of a job)."""
 
 
 def launch(
@@ -106,7 +104,7 @@ def supervise(
     SIGTERM is passed on to the workers, which finish their step, save and leave; then Stopped is raised. Raises AxisplanError with
     one line that says what went wrong.
     """
-    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SAVING, **env, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = {**env, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with tempfile.TemporaryFile("w+") if log is None else log.open("w+", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, env=env, start_new_session=True)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -172,6 +170,9 @@ def why(text: str, code: int) -> str:
     ours = [line.removeprefix("axisplan: ") for line in lines if line.startswith("axisplan: ")]
     if ours:
         return ours[0]
+    waited = [line for line in lines if LOST in line and "imed out" in line]
+    if waited:  # for a rank that hangs: torchrun has killed it since
+        return waited[0]
     died = re.findall(r"rank\s*:\s*(\d+)[^\n]*\n[^\n]*exitcode\s*:\s*-(\d+)", text)
     if died:  # torchrun ends the other ranks with SIGTERM: the cause is the rank that died of something else
         rank, number = next((d for d in died if int(d[1]) != signal.SIGTERM), died[0])

@@ -22,6 +22,7 @@ from profiles.errors import AxisplanError, InputError, one_line
 PR_SET_PDEATHSIG = 1
 REFUSED = "axisplan-exit-code: 2"
 """Printed after a fault of the input: torchrun hides the code of a worker."""
+LOST = "lost contact with another process"
 PATIENCE = 20.0
 """Seconds that the other ranks leave rank 0 to report a fault of the input."""
 
@@ -99,7 +100,7 @@ def _explain(error: BaseException) -> None:
     elif isinstance(error, KeyboardInterrupt | SystemExit):
         pass
     elif any(word in text for word in ("onnection", "Read error", "timed out", "Timed out", "Broken pipe", "NCCL")):
-        print(f"rank {rank}: lost contact with another process: {text[:200]}", file=sys.stderr)
+        print(f"rank {rank}: {LOST}: {text[:200]}", file=sys.stderr)
     else:
         import traceback
 

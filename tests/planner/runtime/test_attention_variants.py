@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from planner.runtime.attention import Tokens, attend
+from planner.runtime.attention_blocks import attend_backward, attend_forward
+from planner.runtime.context import ring_spans
 
 
 def explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int, scale: float) -> torch.Tensor:
@@ -59,3 +62,27 @@ def test_an_output_gate_is_the_second_half_of_each_heads_query_projection() -> N
         gates = torch.einsum("sbi,hdi->sbhd", x, halves[:, 1]).sigmoid()
         expected = (seen * gates).flatten(2) @ gate.o_proj.weight.T
         assert torch.allclose(gate(x, Tokens((0, 5))), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_queries_in_spans_see_gathered_keys_as_under_a_mask(ring: int) -> None:
+    """The gathering kind of context parallelism: each span of queries by itself, against the keys before it and its own."""
+    torch.manual_seed(0)
+    length, heads = 32, (4, 2, 2)
+    held = [ring_spans(ring, length, place) for place in range(ring)]
+    everyone = tuple(number for part in held for number in part)
+    order = torch.cat([torch.arange(a, a + n) for part in held for a, n in zip(part[::2], part[1::2], strict=True)])
+    for mine in held:
+        places = torch.cat([torch.arange(a, a + n) for a, n in zip(mine[::2], mine[1::2], strict=True)])
+        sizes = zip((length // ring, length, length), heads, (8, 8, 6), strict=True)
+        q, k, v = (torch.randn(s, 2, h, w, dtype=torch.float64, requires_grad=True) for s, h, w in sizes)
+        keys, values = (t.permute(1, 2, 0, 3).repeat_interleave(2, 1) for t in (k, v))
+        scores = (q.permute(1, 2, 0, 3) @ keys.transpose(-1, -2) * 0.3).masked_fill(order[None] > places[:, None], float("-inf"))
+        expected = (scores.softmax(-1) @ values).permute(2, 0, 1, 3)
+        grad = torch.randn_like(expected)
+        wanted = torch.autograd.grad(expected, (q, k, v), grad)
+        with torch.no_grad():
+            out, lse = attend_forward(q, k, v, None, None, mine, everyone, 0, 0, 0.3)
+            got = attend_backward(grad, q, k, v, out, lse, None, None, mine, everyone, 0, 0, 0.3)
+        for one, other in zip((expected, scores.logsumexp(-1), *wanted), (out, lse, *got), strict=True):
+            assert (one - other).abs().max() <= 1e-13

@@ -35,6 +35,17 @@ def test_a_save_cut_short_leaves_the_last_whole_checkpoint_to_continue_from(
     assert processes(2, "load_and_train", steps=2, **facts)[0] == expected
 
 
+def test_a_whole_checkpoint_is_never_written_over(processes: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Wall 10 again: a run that starts afresh in an old run's folder saves beside what is there, and names its own."""
+    facts = {"folder": str(tmp_path), "layout": "dp=2,zero=1", "more": 1}
+    processes(2, "train_and_save", steps=2, **facts)
+    before = {p: p.read_bytes() for p in (tmp_path / "step-00000002").rglob("*") if p.is_file()}
+    expected = processes(2, "train_and_save", steps=2, settings={"seed": 5}, **facts)[0]
+    assert {p: p.read_bytes() for p in before} == before
+    assert latest(tmp_path) == tmp_path / "step-00000002-2"
+    assert processes(2, "load_and_train", steps=2, settings={"seed": 5}, **facts)[0] == expected
+
+
 def test_whatever_ends_a_run_the_save_under_way_is_whole(processes: Callable[..., list[Any]], tmp_path: Path) -> None:
     assert processes(2, "fault_after_a_save_began", folder=str(tmp_path)) == ["step 2: not a number"] * 2
     assert latest(tmp_path) == tmp_path / "step-00000001"

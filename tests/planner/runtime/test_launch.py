@@ -197,12 +197,31 @@ def test_why_reads_the_failure_of_a_rank_from_torchruns_table() -> None:
         "Root Cause (first observed failure):\n[0]:\n  host      : h\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 17)"
     )
     assert why(table, 1) == "rank 3 was killed by SIGKILL"
+    waited = "rank 0: lost contact with another process: Timed out waiting 6000ms for recv operation to complete"
+    assert why(f"{waited}\n{table}", 1) == waited
 
 
-def kill(path: Path, rank: int) -> None:
+def kill(path: Path, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
     victims = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _is_worker(p, str(path), str(rank))]
     assert victims
-    os.kill(int(victims[0].name), signal.SIGKILL)
+    os.kill(int(victims[0].name), how)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_others_after_the_timeout(tmp_path: Path) -> None:
+    """Wall 8: without a timeout of the groups the other ranks would wait for ever."""
+    path = folder(tmp_path, "dp=2", steps=5000, timeout_seconds=6)
+    seen: list[dict[str, Any]] = []
+
+    def stop_rank_1(record: dict[str, Any]) -> None:
+        seen.append(record)
+        if len(seen) == 2:
+            kill(path, 1, signal.SIGSTOP)
+
+    with pytest.raises(AxisplanError, match=r"rank 0: lost contact with another process: .*[Tt]imed out") as caught:
+        launch(arguments(path), 2, stop_rank_1, timeout=200)
+    assert "\n" not in str(caught.value)
+    assert not alive(str(tmp_path))
 
 
 @pytest.mark.slow

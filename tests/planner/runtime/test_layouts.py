@@ -74,7 +74,8 @@ VARIANTS = [
     (2, "tp=2", "olmo2"), (2, "tp=2,etp=2", "sinks"), (2, "cp=2", "sinks"), (2, "cp=2,cp_kind=ulysses", "sinks"), (2, "tp=2", "gated"),
     (2, "pp=2,schedule=zb-h1", "sinks"), (2, "dp=2,zero=3", "sinks"), (2, "tp=2", "cohere"), (2, "pp=2,schedule=zb-v", "olmo2"),
     (4, "tp=4,sp=false", "olmo2"), (4, "cp=4,cp_kind=ring2xulysses2", "sinks"), (4, "tp=2,dp=2,ep=2,etp=2", "sinks"),
-    (4, "tp=4", "gated"), (4, "tp=4", "cohere"),
+    (4, "tp=4", "gated"), (4, "tp=4", "cohere"), (4, "pp=2,dp=2,zero=0,schedule=zb-v", "llama"),
+    (4, "pp=2,dp=2,zero=0,schedule=zb-h1,recompute=full", "moe-v3"),
 ]  # fmt: skip
 MATRIX = [
     pytest.param(*case, marks=pytest.mark.verify if case[0] == 8 else [] if number % 7 == 0 else pytest.mark.slow)
