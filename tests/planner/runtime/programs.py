@@ -147,6 +147,16 @@ def whole(trainer: Trainer, what: str) -> dict[str, np.ndarray]:
     return out
 
 
+def imbalance(layout: str) -> float:
+    """What a step says of its experts where every token chooses experts 0, 1 and 2 of 8."""
+    trainer = trainer_of("moe-v3", layout, {}, {})
+    for decoder in trainer.decoders.values():
+        for buffer in decoder.buffers():
+            buffer[:3] = 100.0
+    data = Synthetic(trainer.model.vocab, trainer.settings.seq_len)
+    return trainer.step(0, trainer.batch(data, 0))["expert_imbalance"]
+
+
 def gradients(
     path: str, layout: str, model: str = "llama", source: dict[str, Any] | None = None, settings: dict[str, Any] | None = None,
     changes: dict[str, Any] | None = None, force: bool = False, after: int = 0,

@@ -43,3 +43,9 @@ def test_capacities_drop_choices_in_these_cases(processes: Callable[..., list[An
     facts = {"path": str(tmp_path / "plain.npz"), "micro_batch": 2, "cp": 1, "tp": 1, **SWITCH}
     free, tight = (processes(1, "plain", file=PROGRAMS, capacity=c, **facts)[0][0] for c in (0.0, 1.0))
     assert abs(free - tight) > 1e-5
+
+
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "tp=2,ep=2", "cp=2,ep=1"])
+def test_imbalance_is_the_busiest_experts_tokens_over_the_mean(processes: Callable[..., list[Any]], layout: str) -> None:
+    """Three of eight experts do all: 1 / (3 / 8) of the mean."""
+    assert processes(2, "imbalance", layout=layout) == pytest.approx([8 / 3] * 2)
