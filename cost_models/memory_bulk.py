@@ -16,6 +16,7 @@ from cost_models.arrays import most
 from cost_models.job import Job
 from cost_models.layout import Layout, Recompute
 from cost_models.memory import ranks_memory
+from cost_models.schedules import settled
 
 Floats = npt.NDArray[np.float64]
 DEGREES = ("tp", "ep", "etp", "dp_replicate", "dp_shard", "micro_batch")
@@ -103,7 +104,8 @@ def grouped(job: Job, layouts: Sequence[Layout]) -> list[tuple[LayoutArrays, lis
         parts: dict[Any, list[int]] = {}
         for index, place in enumerate(places):
             x = layouts[place]
-            key = (x.pp, x.vpp, x.zero, x.schedule, x.recompute, x.stages, x.offload, x.microbatches(job.global_batch))
+            flying = settled(x.schedule, x.pp, x.vpp, x.microbatches(job.global_batch))
+            key = (x.pp, x.vpp, x.zero, x.schedule, x.recompute, x.stages, x.offload, flying)
             parts.setdefault(key, []).append(index)
         for key, indices in parts.items():
             at = [places[i] for i in indices]

@@ -153,11 +153,16 @@ class InFlight:
 def in_flight(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[InFlight, ...]:
     """The fullest moments of every rank, exactly as the table has them. Raises InputError where the schedule cannot run."""
     check_schedule(schedule, pp, vpp, microbatches)
-    shift = period(schedule, pp, vpp, microbatches)
-    if shift:  # more periods than this repeat what was held before
-        most = (4 * pp // shift + 3) * shift + microbatches % shift
-        microbatches = min(microbatches, most)
+    few = settled(schedule, pp, vpp, microbatches)
+    if few < microbatches:
+        return in_flight(schedule, pp, vpp, few)
     return tuple(_in_flight(rank, order) for rank, order in enumerate(order_table(schedule, pp, vpp, microbatches)))
+
+
+def settled(schedule: str, pp: int, vpp: int, microbatches: int) -> int:
+    """The fewest microbatches whose table holds at its fullest moments what that of ``microbatches`` holds: more periods repeat it."""
+    shift = period(schedule, pp, vpp, microbatches)
+    return min(microbatches, (4 * pp // shift + 3) * shift + microbatches % shift) if shift else microbatches
 
 
 def _in_flight(rank: int, order: Order) -> InFlight:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.memory import fits
+from cost_models.memory_bulk import device_bytes
 from planner.plan import Plan
 from planner.search import Search
 from planner.solve import layout_of
@@ -51,13 +51,15 @@ def considered(plan: Plan, most: int = MOST) -> Considered:
         return Considered((), 0, 0)
     left = np.flatnonzero(search.rows.fit & legal)
     left = left[np.lexsort((left, search.row_bounds[left]))]
-    rows = []
+    chosen = []
     for place in np.unique(np.linspace(0, len(left) - 1, min(len(left), most)).round().astype(int)) if len(left) else ():
         search.found = {}
         search.try_row(search.rows[int(left[place])], most=1, spare=0)
         if search.found:
-            best = min(search.found.values(), key=lambda found: found.answer.seconds)
-            layout = layout_of(best)
-            device = float(fits(job, layout)[1].device)
-            rows.append({"role": "considered", "layout": layout.text(), "seconds": float(best.answer.seconds), "bytes": device})
+            chosen.append(min(search.found.values(), key=lambda found: found.answer.seconds))
+    layouts = [layout_of(best) for best in chosen]
+    rows = [
+        {"role": "considered", "layout": layout.text(), "seconds": float(best.answer.seconds), "bytes": float(needed)}
+        for best, layout, needed in zip(chosen, layouts, device_bytes(job, layouts), strict=True)
+    ]
     return Considered(tuple(rows), len(left), int(legal.sum()))
