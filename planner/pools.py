@@ -26,7 +26,7 @@ from typing import Any
 from cost_models.chunks import chunk_seconds, rank_updates, run_schedule, stage_job, stage_limit
 from cost_models.communication import stragglers
 from cost_models.job import Job
-from cost_models.layout import Layout, RecomputeRule
+from cost_models.layout import Layout, RecomputeRule, even_split
 from cost_models.memory import stage_memory
 from cost_models.passes import unit_seconds
 from cost_models.stage_states import ranks_chunks
@@ -34,6 +34,7 @@ from cost_models.units import EMBEDDING, HEAD, Unit
 from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, recompute_text
 from planner.program import Answer
 from planner.rows import idle
+from planner.rules.core import Limits
 from planner.search import Books, Found, Outcome
 from planner.space import Batch, Prefix, Shard, Space
 from planner.wishes import Wish
@@ -119,7 +120,7 @@ class Pools:
             if key in self.splits:
                 continue
             layout = self.space.layout(entry.prefix, entry.batch, shard)
-            split = Split(self.job, layout, self.modes, self.space.limits.recompute == "layer")
+            split = Split(self.job, layout, self.modes, self.space.limits)
             self.splits[key] = split
             rated = split.rated(split.dealt()) or split.best()
             if rated is not None:
@@ -165,8 +166,9 @@ def _passes(job: Job, layout: Layout, unit: Unit) -> float:
 class Split:
     """Layers and recompute of the stages of one column."""
 
-    def __init__(self, job: Job, layout: Layout, modes: tuple[RecomputeRule, ...], apart: bool) -> None:
-        self.job, self.layout, self.modes, self.apart = job, layout, modes, apart
+    def __init__(self, job: Job, layout: Layout, modes: tuple[RecomputeRule, ...], limits: Limits) -> None:
+        self.job, self.layout, self.modes = job, layout, modes
+        self.apart, self.even = limits.recompute == "layer", not limits.uneven_stages
         self.ranks = [list(ranks_chunks(layout, rank)) for rank in range(layout.pp)]
         self.home = [layout.rank_of_chunk(c) for c in range(layout.chunks)]
         kinds = range(len(job.model.kinds))
@@ -200,7 +202,9 @@ class Split:
         return now
 
     def dealt(self) -> tuple[int, ...]:
-        """A layer for every chunk, then each further one to the rank that is done with it first."""
+        """A layer for every chunk, then each further one to the rank that is done with it first; the same for all where the target asks."""
+        if self.even:
+            return tuple(even_split(self.job.model.num_layers, self.layout.chunks))
         counts = [1] * self.layout.chunks
         for _ in range(self.job.model.num_layers - len(counts)):
             loads = [self.extra[r] + sum(counts[c] for c in held) * self.each[r] for r, held in enumerate(self.ranks)]
@@ -210,6 +214,8 @@ class Split:
 
     def neighbours(self, counts: tuple[int, ...], *, fits: bool) -> Iterator[tuple[int, ...]]:
         """One layer from a chunk of the most loaded rank to another rank; from any rank to any where nothing fits yet."""
+        if self.even:
+            return
         loads = [self.extra[r] + sum(counts[c] for c in held) * self.each[r] for r, held in enumerate(self.ranks)]
         order = sorted(range(len(loads)), key=lambda r: -loads[r])
         for giver in order[:2] if fits else order:

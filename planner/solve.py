@@ -70,15 +70,17 @@ class PlanRequest:
         if self.top < 0:
             raise InputError("top", self.top, "must not be negative", 0)
 
+    def deadline(self) -> float | None:
+        """``time.monotonic()`` at which a search that starts now ends; None without a limit."""
+        return None if self.time_limit is None else time.monotonic() + self.time_limit
+
 
 def search(request: PlanRequest, *, extra: int | None = None) -> tuple[Search, Outcome]:
     """Run the search of a request. Raises InputError where pins leave no legal layout."""
     job = request.job
     require_job(job)
     space = Space(job, read_wishes(request.pins), [read_wishes(e) for e in request.exclude], offload=request.offload)
-    found = Search(job, space, request.prove, request.top if extra is None else extra)
-    if request.time_limit is not None:
-        found.deadline = time.monotonic() + request.time_limit
+    found = Search(job, space, request.prove, request.top if extra is None else extra, deadline=request.deadline())
     outcome = found.run()
     if not outcome.books.legal:
         raise InputError("layout", request.pins or "any", no_legal_layout(request), None)
@@ -109,7 +111,7 @@ def _solve_pools(request: PlanRequest) -> Plan:
 
     require_job(request.job)
     wishes = read_wishes(request.pins), [read_wishes(e) for e in request.exclude]
-    found, outcome = search_pools(request.job, *wishes, offload=request.offload, prove=request.prove)
+    found, outcome = search_pools(request.job, *wishes, offload=request.offload, prove=request.prove, deadline=request.deadline())
     pools = found.job.cluster.pools
     if outcome.fastest is None:
         sizes = ", ".join(f"{p.gpus} x {p.gpu.name}" for p in pools)

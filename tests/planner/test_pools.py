@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cost_models.chunks import stage_limit
+from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.memory import fits, stage_memory
 from cost_models.step import estimate
@@ -123,3 +124,13 @@ def test_pools_that_no_stage_divides_and_models_that_do_not_fit_are_refused() ->
         solve(PlanRequest(of, pins="pp=2"))
     with pytest.raises(DoesNotFit, match="no feasible layout"):
         solve(PlanRequest(small(memory_limit_bytes=2**27)))
+
+
+def test_pins_of_recompute_even_stages_and_a_time_limit_are_obeyed() -> None:
+    full = solve(PlanRequest(small(), pins="recompute=full", top=0))
+    assert full.layout["recompute"] == "full"
+    even = small(execution=load_execution("axisplan", {"uneven_stages": "false"}))
+    plan = solve(PlanRequest(even, pins="pp>=2", top=0))
+    assert len(set(plan.layout["stages"])) == 1 and violations(plan.job(), plan.layout_object) == []
+    hurried = solve(PlanRequest(small(), top=0, time_limit=1e-3))
+    assert hurried.certificate.solved <= 4 < full.certificate.solved and hurried.certificate.gap > 0
