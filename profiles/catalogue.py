@@ -2,7 +2,7 @@
 
 A GPU file holds a ``GpuProfile``; a cluster file a ``ClusterSpec`` in which ``gpu`` and each level's ``link`` are a name or the
 whole thing. ``like: NAME`` at the top of a shipped file starts from another one and replaces what is given (mappings key by key;
-null removes).
+null removes); in a precision's curve it starts from that GPU's curve.
 """
 
 from __future__ import annotations
@@ -21,29 +21,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from profiles.cluster import ClusterSpec, Level
 from profiles.errors import InputError
-from profiles.files import Refused, load_yaml
+from profiles.files import read_yaml
 from profiles.gpu import Constant, GpuProfile
 from profiles.links import Link
 
-LARGEST_FILE_BYTES = 4 << 20
 T = TypeVar("T", GpuProfile, Link, ClusterSpec)
 Row = tuple[str, float, str, str, str]
 """(field, value, unit, origin, source) of one constant."""
 
 
 def _read(path: Path, field: str) -> dict[str, Any]:
-    """A mapping from a YAML file: safe loader, bounded size, no aliases, no key twice, one InputError whatever is wrong."""
-    try:
-        size = path.stat().st_size
-        if size > LARGEST_FILE_BYTES:
-            raise InputError(field, str(path), f"{size} bytes; at most {LARGEST_FILE_BYTES}", None)
-        data = load_yaml(path.read_text(encoding="utf-8"))
-    except Refused as refused:
-        raise InputError(field, str(path), str(refused), None) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(field, str(path), f"cannot be read ({error})", None) from error
-    except yaml.YAMLError as error:
-        raise InputError(field, str(path), f"not YAML ({' '.join(str(error).split())})", None) from error
+    """A mapping from a YAML file, one InputError whatever is wrong with it."""
+    data = read_yaml(path, field)
     if not isinstance(data, dict):
         raise InputError(field, str(path), "must be a mapping of fields", None)
     return data
@@ -101,6 +90,10 @@ def _merged(base: Any, over: Any) -> Any:
     return over
 
 
+CURVES = {"matmul", "grouped"}
+"""Parts of a GPU's file that hold a curve for each precision."""
+
+
 def _folder(kind: str) -> Path:
     return Path(str(files("profiles") / "data" / kind))
 
@@ -109,11 +102,13 @@ def _folder(kind: str) -> Path:
 def _raw(kind: str, name: str) -> dict[str, Any]:
     data = _read(_folder(kind) / f"{name}.yaml", kind)
     like = data.pop("like", None)
-    if like is None:
-        return data
-    base = {key: value for key, value in _raw(kind, like).items() if key != "aliases"}
-    merged: dict[str, Any] = _merged(base, data)
-    return merged
+    if like is not None:
+        data = _merged({key: value for key, value in _raw(kind, like).items() if key != "aliases"}, data)
+    for section in CURVES & data.keys():
+        for dtype, curve in data[section].items():
+            if other := curve.pop("like", None):
+                data[section][dtype] = _merged(_raw(kind, other)[section][dtype], curve)
+    return data
 
 
 @cache
@@ -156,7 +151,9 @@ def _gpu(name: str) -> GpuProfile:
 
 
 def load_gpu(name: str) -> GpuProfile:
-    """A GPU by name, alias (``H100-80GB-SXM``) or YAML file. InputError names the nearest."""
+    """A GPU by name, alias (``H100-80GB-SXM``), ``this`` (as measured here last) or YAML file. InputError names the nearest."""
+    if name.strip().lower() in THIS:
+        return _measured_here("gpu", name, "").gpu
     if _is_path(name):
         return _build(GpuProfile, _read(Path(name), "gpu"), str(name))
     return _gpu(_resolve("gpus", "gpu", name))
@@ -217,11 +214,35 @@ def _completed(data: dict[str, Any], where: str) -> dict[str, Any]:
     return data
 
 
+THIS = ("this", "this-machine", "this machine")
+
+
+def this_machine() -> Path:
+    """Where the last whole measurement of this machine is kept, as ``axisplan profile gpu`` wrote it: in ``$AXISPLAN_CACHE``, else in
+    the user's cache folder."""
+    cache = os.environ.get("AXISPLAN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axisplan"
+    return Path(cache) / "this.yaml"
+
+
+def _measured_here(field: str, text: str, gpus: str) -> ClusterSpec:
+    """``this``, or ``this:GPUS``. Raises InputError where this machine was not measured yet."""
+    path = this_machine()
+    if not path.is_file():
+        raise InputError(
+            field, text, "this machine was not measured yet: `axisplan profile gpu` measures it and keeps the result", "cpu:1x4"
+        )
+    cluster = _build(ClusterSpec, _completed(_read(path, field), str(path)), str(path))
+    if gpus and not (gpus.isdigit() and 1 <= int(gpus) <= cluster.gpus):
+        raise InputError(field, text, f"{cluster.gpus} at once were measured", f"this:{cluster.gpus}")
+    return cluster.with_gpus(int(gpus)) if gpus else cluster
+
+
 SHAPE = re.compile(r"^(\d+)(?:x(\d+))?$")
 
 
 def load_cluster(text: str) -> ClusterSpec:
-    """``h100-sxm:64x8`` (64 nodes of 8), ``h100-sxm:512`` (GPUs), ``h100-sxm`` (one node), or a YAML file's path.
+    """``h100-sxm:64x8`` (64 nodes of 8), ``h100-sxm:512`` (GPUs), ``h100-sxm`` (one node), ``this`` (what ``axisplan profile gpu``
+    measured here last), or a YAML file's path.
 
     A GPU's name or alias stands for its usual cluster. InputError names the nearest name, or the field of the file that is wrong.
     """
@@ -229,6 +250,8 @@ def load_cluster(text: str) -> ClusterSpec:
     if _is_path(text) or os.path.isfile(text):
         return _build(ClusterSpec, _completed(_read(Path(text), "cluster"), text), text)
     name, _, shape = text.partition(":")
+    if name.strip().lower() in THIS:
+        return _measured_here("cluster", text, shape)
     kind = _resolve("clusters", "cluster", name)
     data = dict(_raw("clusters", kind))
     match = SHAPE.match(shape) if shape else None
@@ -348,7 +371,8 @@ UNITS = {
     "efficiency": "of peak", "t0_seconds": "s", "alpha_seconds": "s", "m0": "rows", "n0": "columns", "k0": "elements",
     "s0": "tokens", "f0_flops": "FLOP", "g": "exponent", "memory_bytes_per_second": "B/s",
     "bytes_per_second": "B/s one way per GPU", "latent_speed": "x equal sizes",
-    "sqrt_seconds": "s/sqrt(B)", "tokens0": "tokens", "w0": "SMs/tile", "padding": "share", "weight_gradient": "x forward",
+    "sqrt_seconds": "s/sqrt(B)", "protocol_switch_bytes": "B on a rank's wire",
+    "tokens0": "tokens", "w0": "SMs/tile", "padding": "share", "weight_gradient": "x forward",
     "fp8_speed": "x bf16", "full_share": "of s0", "quantise_multiplier": "x 3mk bytes", "heldout_error": "fraction",
     "head_dim_speed": "x head 128", "backward_ratio": "x forward",
 }  # fmt: skip

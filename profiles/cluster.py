@@ -175,6 +175,24 @@ class ClusterSpec:
             best = alpha + slowest if best is None else smaller(best, alpha + slowest)
         return best
 
+    def choice(self, kind: str, bytes: float, ranks: int, stride: int = 1) -> tuple[str, str]:
+        """(algorithm, protocol) that NCCL takes for such a collective, as it is priced here: ``ring`` or ``tree``, with ``NVLS`` where an
+        all-reduce is reduced in the switch of its domains, or ``direct``; ``LL`` or ``Simple``, empty where no switch was measured."""
+        level, inside = self.level_of(ranks, stride), self.spread(ranks, stride)
+        first = next((k for k, here in enumerate(inside) if here > 1), 0)
+        own = self.levels[first].link
+        if kind in ("all_to_all", "send_recv"):
+            return "direct", level.link.protocol(kind, bytes, ranks)
+        seconds = [
+            alpha + max(rate * bytes + c * math.sqrt(bytes) for rate, c in terms)
+            for alpha, terms in self._ways(kind, ranks, stride, 1)
+        ]
+        shape = "tree" if len(seconds) > 1 and seconds[1] < seconds[0] else "ring"
+        reduced = kind == "all_reduce" and not own.network and own.in_switch(int(inside[first]))
+        if level is self.levels[first]:
+            return "NVLS" if reduced else "ring", own.protocol(kind, bytes, ranks)
+        return f"NVLS {shape}" if reduced else shape, own.protocol(kind, bytes, int(inside[first]))
+
     @cached_property
     def _known(self) -> dict[tuple[str, Number, Number, Number], list[Way]]:
         return {}

@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all, and read within bounds: whatever a file holds, it is its document or one InputError."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 import yaml
 
-from profiles.errors import InputError
+from profiles.errors import InputError, one_line
 
-LARGEST_JSON_BYTES = 64 << 20
+LARGEST_JSON_BYTES, LARGEST_YAML_BYTES = 64 << 20, 4 << 20
+DEEPEST_YAML = 64
+"""Levels of a YAML document: what is parsed in C would overflow its stack on a hundred thousand of them."""
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """YAML that is whole and still not read here; the message is the rule it breaks."""
 
 
@@ -30,17 +32,59 @@ class _NoDuplicates(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ign
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    raise Refused(f"has {key.value} twice, in lines {lines[key.value]} and {line}: keep one")
+                    raise _Refused(f"has {key.value} twice, in lines {lines[key.value]} and {line}: keep one")
                 lines[key.value] = line
         return super().construct_mapping(node, deep=deep)
 
 
-def load_yaml(text: str) -> Any:
-    """The document of a YAML text, by the safe loader. Raises ``Refused`` for aliases (a small file could grow into a large one) and
-    for a key that stands twice in one mapping; yaml.YAMLError where it is not YAML."""
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_NoDuplicates)):
-        raise Refused("uses YAML aliases (*name), which are not read here: write the values out")
-    return yaml.load(text, Loader=_NoDuplicates)
+def _bounded(text: str) -> None:
+    """Raises _Refused for aliases (a small file could grow into a large one, or hold itself) and for nesting without end."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_NoDuplicates):
+        if isinstance(event, yaml.AliasEvent):
+            raise _Refused("uses YAML aliases (*name), which are not read here: write the values out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST_YAML:
+            raise _Refused(f"is nested deeper than {DEEPEST_YAML} levels")
+
+
+def read_text(path: Path | str, field: str, largest: int) -> str:
+    """The text of a regular file of at most ``largest`` bytes. Raises InputError naming ``field``."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise InputError(field, path, "is not a regular file")
+        with path.open("rb") as file:
+            data = file.read(largest + 1)
+    except OSError as error:
+        raise InputError(field, path, f"cannot be read: {error.strerror}") from None
+    if len(data) > largest:
+        raise InputError(field, path, f"is larger than {largest >> 20} MiB")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(field, path, "is not text in UTF-8") from None
+
+
+def parse_yaml(text: str, field: str, source: Path | str) -> Any:
+    """The document of a YAML text, by the safe loader. Raises InputError naming ``field`` and ``source`` where it is not YAML, uses
+    aliases, gives a key twice, or is nested without end."""
+    try:
+        _bounded(text)
+        return yaml.load(text, Loader=_NoDuplicates)
+    except _Refused as refused:
+        raise InputError(field, source, str(refused)) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        raise InputError(field, source, f"is not valid YAML: {getattr(error, 'problem', None) or one_line(error)}{where}") from None
+    except (RecursionError, ValueError) as error:
+        raise InputError(field, source, f"is not usable YAML: {one_line(error)}") from None
+
+
+def read_yaml(path: Path | str, field: str) -> Any:
+    """The document of a YAML file of at most ``LARGEST_YAML_BYTES``. Raises InputError as ``read_text`` and ``parse_yaml``."""
+    return parse_yaml(read_text(path, field, LARGEST_YAML_BYTES), field, path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -91,12 +135,8 @@ def new_folder(path: Path) -> Iterator[None]:
 
 def read_json(path: Path | str, field: str) -> Any:
     """The document of a JSON file. Raises InputError naming ``field`` where it cannot be read or is not JSON."""
-    path = Path(path)
+    text = read_text(path, field, LARGEST_JSON_BYTES)
     try:
-        if path.stat().st_size > LARGEST_JSON_BYTES:
-            raise InputError(field, path, f"is larger than {LARGEST_JSON_BYTES >> 20} MiB")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(field, path, f"cannot be read: {error.strerror}") from None
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(field, path, f"is not JSON: {error}") from None

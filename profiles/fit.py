@@ -321,10 +321,34 @@ def fit_attention(
     return Fit(curve, tuple(own), ratios)
 
 
+def protocol_switch(wire: Array, measured: Array) -> float | None:
+    """The bytes on a rank's wire at which two lines cross, the lower of which is fitted to the times: of a protocol with little latency
+    and of one with much bandwidth (NCCL's LL and Simple). None where one line does as well, or they do not cross among the samples."""
+    small, large = np.argmin(wire), np.argmax(wire)
+    latency, rate = float(measured[small]), float(measured[large] / wire[large])
+
+    def seconds(p: Array) -> Array:
+        return np.asarray(np.minimum(p[0] + p[1] * wire, p[2] + p[3] * wire))
+
+    starts = [np.array([latency, slower * rate, later * latency, rate]) for slower in (2.0, 6.0) for later in (1.5, 4.0)]
+    low, high = (
+        np.array([0.2 * latency, 0.5 * rate, 0.5 * latency, 0.2 * rate]),
+        np.array([2, 50, 50, 2]) * [latency, rate, latency, rate],
+    )
+    a1, b1, a2, b2 = min(
+        (minimise(seconds, measured, start, low, high) for start in starts), key=lambda p: _off(seconds(p), measured)
+    )
+    if b1 <= b2 or a2 <= a1:
+        return None
+    crossing = float((a2 - a1) / (b1 - b2))
+    return float(f"{crossing:.3g}") if wire[small] < crossing < wire[large] else None
+
+
 def fit_collective(
-    samples: Sequence[CollectiveSample], *, origin: Origin = "fitted", source: str = "fit_collective"
+    samples: Sequence[CollectiveSample], *, origin: Origin = "fitted", source: str = "fit_collective", protocols: bool = False
 ) -> dict[str, tuple[Fit[CollectiveCurve], ...]]:
-    """One row (alpha, B, c) for each collective kind and group size in the samples; every second message size held out."""
+    """One row (alpha, B, c) for each collective kind and group size in the samples; every second message size held out.
+    ``protocols``: also from which size NCCL's bandwidth protocol is the faster one."""
     _need(samples, 4, "collectives")
     found: dict[str, tuple[Fit[CollectiveCurve], ...]] = {}
     for kind in dict.fromkeys(s.kind for s in samples):
@@ -345,6 +369,7 @@ def fit_collective(
             curve = CollectiveCurve(
                 ranks=ranks, alpha_seconds=float(f"{alpha:.5g}"), bytes_per_second=float(f"{1 / max(inverse, 1e-15):.5g}"),
                 sqrt_seconds=float(f"{root:.5g}"), heldout_error=_stated(ratios), origin=origin, source=source,
+                protocol_switch_bytes=protocol_switch(wire, measured) if protocols else None,
             )  # fmt: skip
             rows.append(Fit(curve, tuple(own), ratios))
         found[kind] = tuple(rows)

@@ -1,7 +1,7 @@
 """What a user calls a model -> ModelSpec: a built-in name, a Hugging Face config.json, a folder holding one, or a ModelSpec YAML.
 
 Raw JSON is read, never through transformers: files on the hub keep spellings that transformers rewrites, and planning must not
-import it. Reading is bounded: no file above ``MAX_BYTES``, no YAML aliases, no field above ``fields.MAX_COUNT``.
+import it. Reading is bounded (``profiles.files``), and no field is above ``fields.MAX_COUNT``.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from profiles.errors import InputError
 from profiles.families.registry import read_config
-from profiles.files import Refused, load_yaml
+from profiles.files import LARGEST_YAML_BYTES, parse_yaml, read_text
 from profiles.model import ModelSpec
 
-MAX_BYTES = 4 * 2**20
 DATA = files("profiles") / "data"
 NOISE = re.compile(r"meta|hf|instruct|chat|base|it|pt|preview|thinking|v0\.\d")
 """Words of a checkpoint's name that do not change its shapes."""
@@ -99,16 +97,7 @@ def _from_folder(path: Path) -> ModelSpec:
 
 
 def _from_file(path: Path) -> ModelSpec:
-    if not path.is_file():
-        raise InputError("model", str(path), "is not a regular file")
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise InputError("model", str(path), f"is larger than {MAX_BYTES} bytes: not a config.json or ModelSpec YAML")
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError("model", str(path), "is not text in UTF-8: expected a config.json or a ModelSpec YAML") from None
+    content = read_text(path, "model", LARGEST_YAML_BYTES)
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
     if path.suffix in (".yaml", ".yml"):
         return from_yaml(content, str(path), name)
@@ -141,17 +130,7 @@ def parse_json(content: str, source: str) -> dict[str, Any]:
 
 def from_yaml(content: str, source: str, name: str) -> ModelSpec:
     """A ModelSpec written by hand."""
-    try:
-        raw = load_yaml(content)
-    except Refused as refused:
-        raise InputError("model", source, str(refused)) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "cannot be read"
-        raise InputError("model", source, f"is not valid YAML: {problem}{where}") from None
-    except (RecursionError, ValueError) as error:
-        raise InputError("model", source, f"is not usable YAML: {type(error).__name__}") from None
+    raw = parse_yaml(content, "model", source)
     if not isinstance(raw, dict):
         raise InputError("model", source, "is not a ModelSpec: expected keys such as name, hidden, vocab, kinds, pattern")
     if "model_type" in raw and "kinds" not in raw:

@@ -32,6 +32,8 @@ LIKE = {
 """Where a link has no row of a kind: whose row prices it."""
 STEPS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "send_recv": 0.0, "broadcast": 1.0}
 """Passes round a ring."""
+IN_SWITCH = 1.2
+"""An all-reduce that moves this many times the bytes a second of a reduce-scatter is no ring."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -45,6 +47,8 @@ class CollectiveCurve:
     source: str = Field(min_length=3)
     sqrt_seconds: float = Field(default=0.0, ge=0)
     heldout_error: float | None = None
+    protocol_switch_bytes: float | None = Field(default=None, gt=0)
+    """S from which NCCL's bandwidth protocol (Simple) is faster than its low-latency ones (LL, LL128), where that was seen."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -123,6 +127,21 @@ class Link:
             step = max(alpha[-1] - alpha[0], 0.0) / (sizes[-1] - sizes[0])
             grown = grown + np.maximum(np.asarray(ranks) - sizes[-1], 0) * step
         return grown, np.interp(at, np.log2(sizes), inverse), np.interp(at, np.log2(sizes), root)
+
+    def protocol(self, kind: str, bytes: float, ranks: int) -> str:
+        """NCCL's protocol for a message of full buffer ``bytes``, by the nearest group size measured: ``LL`` (or LL128, between), or
+        ``Simple``; empty where no switch was seen. The price needs no choice: c sqrt(S) is what the protocols look like together."""
+        rows = [row for row in self.curves.get(kind, ()) if row.protocol_switch_bytes is not None]
+        row = min(rows, key=lambda row: abs(row.ranks - ranks), default=None)
+        if row is None or row.protocol_switch_bytes is None:
+            return ""
+        return "Simple" if wire_bytes(kind, bytes, ranks) >= row.protocol_switch_bytes else "LL"
+
+    def in_switch(self, ranks: int) -> bool:
+        """Whether the all-reduce of such a group is reduced in the switch (NVLS): it then runs above what a ring's wire share allows,
+        which is what the reduce-scatter reaches."""
+        ring, own = self.curve("reduce_scatter", ranks)[1], self.curve("all_reduce", ranks)[1]
+        return bool(own * IN_SWITCH < ring) and ranks > 2
 
     def seconds(self, kind: str, bytes: Number, ranks: Number, sharing: Number = 1) -> Number:
         """Seconds of a collective of full buffer ``bytes`` over ``ranks`` ranks, one in each domain where this is a network.

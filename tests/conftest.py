@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 AXISPLAN = Path(sysconfig.get_path("scripts")) / "axisplan"
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the tests measure is not kept as the user's own machine."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AXISPLAN_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from planner.command_line import CONTEXT, Commands, Examples, Tokens, as_json, cli, command, options, show_json
 from profiles.errors import InputError
+
+if TYPE_CHECKING:
+    from profiles.measure.machine import MachineMeasurement
 
 
 @cli.group("profile", cls=Commands, context_settings=CONTEXT, example="axisplan profile gpu --out cluster.yaml")
@@ -74,6 +77,8 @@ def profile_gpu(
     if out:
         measured.save(out)
         terminal.print(f"written to {out}; plan with --cluster {out}")
+    if (kept := keep_as_this(measured)) and not as_json:
+        terminal.print(kept, soft_wrap=True)
     if plot and measured.gpu.profile:
         plot_gpu(measured.gpu.profile, measured.gpu.samples, plot)
         terminal.print(f"picture in {plot}")
@@ -81,6 +86,19 @@ def profile_gpu(
         show_json(screen_measured.machine_document(measured, beside))
     if measured.interrupted:
         raise KeyboardInterrupt
+
+
+def keep_as_this(measured: MachineMeasurement) -> str:
+    """Keep a whole measurement as the cluster ``this``; a line that says so, or why not."""
+    from profiles.catalogue import this_machine
+
+    if measured.cluster is None or measured.interrupted or measured.gpu.rough:
+        return ""
+    try:
+        measured.save(this_machine())
+    except OSError as error:
+        return f"not kept as this machine: {error}"
+    return "kept as this machine: --cluster this, axisplan clusters show this"
 
 
 LINKS_EXAMPLE = """axisplan profile links --processes 4 --layout tp=2,pp=2

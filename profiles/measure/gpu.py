@@ -13,7 +13,7 @@ from profiles.fit import Errors
 from profiles.hardware import GpuProfile
 from profiles.measure import fitting, judging
 from profiles.measure.samples import Sample, save_samples
-from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, noise, others_busy
+from profiles.measure.timing import Noise, noise, others_busy, patience
 from profiles.measure.together import Alone
 
 Progress = Callable[[float, str], None]
@@ -21,8 +21,6 @@ Progress = Callable[[float, str], None]
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "tf32", "fp64")
 FEWEST_JUDGES = 5
 """Held-out products of a dtype whose median error says something."""
-STARTUP_SECONDS = 90.0
-"""What workers may take to start, above the budget."""
 
 
 @dataclass
@@ -123,7 +121,7 @@ def measure_gpu(
             run_workers(
                 everything,
                 processes,
-                timeout_seconds=STARTUP_SECONDS + 3 * budget_seconds + LEAST_OVERTIME_SECONDS,
+                timeout_seconds=patience(budget_seconds),
                 on_record=collector,
                 threads=threads,
             )

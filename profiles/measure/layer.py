@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from profiles.errors import AxisplanError, InputError, one_line
-from profiles.measure.gpu import STARTUP_SECONDS, Progress, check
+from profiles.measure.gpu import Progress, check
 from profiles.measure.layer_profile import LayerProfile, LayerRow
-from profiles.measure.timing import noise, others_busy
+from profiles.measure.timing import noise, others_busy, patience
 from profiles.measure.together import Alone
 
 Make = Callable[..., Any]
@@ -109,7 +109,7 @@ def measure_layer(
             from profiles.measure.launch import run_workers
 
             sent = {"device": device, "layer": {**job, "layer": layer, "folder": os.getcwd()}}
-            limit = STARTUP_SECONDS + 5 * budget_seconds
+            limit = patience(budget_seconds, parts=len(shapes))
             run_workers(sent, processes, timeout_seconds=limit, on_record=keep, threads=threads)
     except KeyboardInterrupt:
         pass

@@ -14,9 +14,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from profiles.errors import InputError
-from profiles.files import Refused, load_yaml, write_text
+from profiles.files import read_json, read_yaml, write_text
 
-LARGEST_FILE_BYTES = 4 << 20
 Positive = Annotated[int, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Key = tuple[str, int, int, int]
@@ -84,24 +83,15 @@ class LayerProfile(_Record):
     @classmethod
     def load(cls, path: str | Path) -> LayerProfile:
         """Reads what ``save`` wrote. InputError names the field that is wrong."""
+        data = read_yaml(path, "profile") if _is_yaml(path) else read_json(path, "profile")
         try:
-            if Path(path).stat().st_size > LARGEST_FILE_BYTES:
-                raise InputError("profile", path, f"is larger than {LARGEST_FILE_BYTES >> 20} MiB")
-            text = Path(path).read_text(encoding="utf-8")
-            data = load_yaml(text) if _is_yaml(path) else json.loads(text)
             return cls.model_validate(data)
-        except Refused as refused:
-            raise InputError("profile", path, str(refused)) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError("profile", path, f"cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
         except ValidationError as error:
             first = error.errors()[0]
             if first["type"] == "missing":
                 what = ".".join(map(str, first["loc"]))
                 raise InputError("profile", path, f"lacks {what}: not a file of axisplan profile layer --out") from None
             raise InputError(f"profile.{'.'.join(map(str, first['loc']))}", first["input"], first["msg"]) from None
-        except (ValueError, yaml.YAMLError):
-            raise InputError("profile", path, "is neither YAML nor JSON") from None
 
 
 def _is_yaml(path: str | Path) -> bool:

@@ -19,9 +19,9 @@ from profiles.fit import Errors
 from profiles.hardware import Link
 from profiles.links import KINDS
 from profiles.measure import fitting, judging
-from profiles.measure.gpu import STARTUP_SECONDS, Collector, Progress, check, inside_torchrun, workers
+from profiles.measure.gpu import Collector, Progress, check, inside_torchrun, workers
 from profiles.measure.samples import Sample, save_samples, usable
-from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, noise, others_busy
+from profiles.measure.timing import Noise, noise, others_busy, patience
 from profiles.operations import Collective
 
 SIZES = tuple(1 << p for p in range(10, 31, 2))
@@ -123,7 +123,7 @@ def measure_links(
         else:
             from profiles.measure.launch import run_workers
 
-            limit = STARTUP_SECONDS + 3 * budget_seconds + LEAST_OVERTIME_SECONDS
+            limit = patience(budget_seconds)
             run_workers({"device": device, "links": job}, world, timeout_seconds=limit, on_record=collector, threads=threads)
     except KeyboardInterrupt:
         interrupted = True

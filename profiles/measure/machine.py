@@ -17,7 +17,7 @@ from profiles.measure.gpu import Collector, GpuMeasurement, Progress
 from profiles.measure.launch import run_workers
 from profiles.measure.links import LinkMeasurement
 from profiles.measure.samples import save_samples
-from profiles.measure.timing import LEAST_OVERTIME_SECONDS, Noise, others_busy
+from profiles.measure.timing import Noise, others_busy, patience
 
 GPU_SHARE = 0.55
 """Of the budget, for the device; the rest is for the links, where there is more than one worker."""
@@ -77,8 +77,7 @@ def profile_machine(
     others, interrupted = others_busy(), False
     collector = _TwoParts(progress, share)
     try:
-        limit = gpu.STARTUP_SECONDS + 3 * budget_seconds + 2 * LEAST_OVERTIME_SECONDS
-        run_workers(job, processes, timeout_seconds=limit, on_record=collector, threads=threads)
+        run_workers(job, processes, timeout_seconds=patience(budget_seconds, parts=2), on_record=collector, threads=threads)
     except KeyboardInterrupt:
         interrupted = True
     measured = gpu.finish(collector.device, processes=processes, threads=threads, interrupted=interrupted, others=others)

@@ -32,6 +32,15 @@ def overtime(budget_seconds: float) -> float:
     return max(OVERTIME * budget_seconds, LEAST_OVERTIME_SECONDS)
 
 
+STARTUP_SECONDS = 90.0
+"""What workers may take to start, above the budget."""
+
+
+def patience(budget_seconds: float, parts: int = 1) -> float:
+    """Seconds after which workers are ended that measure ``parts`` things within a budget, each of which may run over it."""
+    return STARTUP_SECONDS + 3 * budget_seconds + parts * LEAST_OVERTIME_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds a call of each repeat."""

@@ -20,6 +20,7 @@ from profiles.hardware import (
     describe,
     gpu_names,
     load_cluster,
+    load_link,
 )
 from profiles.operations import wire_bytes
 
@@ -309,3 +310,45 @@ def test_another_line_rate_scales_the_network_and_nothing_else() -> None:
     )
     assert half.collective_seconds("all_gather", 1e9, 8) == cluster.collective_seconds("all_gather", 1e9, 8)
     assert busbw(half, "all_reduce", 2.0**33, 64) == pytest.approx(95, rel=0.04)  # nccl-tests issue 252
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kind", "size", "ranks", "stride", "choice"),
+    [
+        ("h100-sxm:1x8", "all_reduce", 1 << 30, 8, 1, ("NVLS", "Simple")),  # 445 GB/s of busbw, where a ring ends at 335
+        ("h100-sxm:1x8", "all_reduce", 1 << 16, 8, 1, ("NVLS", "LL")),
+        ("a100-sxm:1x8", "all_reduce", 1 << 30, 8, 1, ("ring", "Simple")),  # no reduction in its switch
+        ("h100-sxm:1x8", "all_gather", 1 << 30, 8, 1, ("ring", "Simple")),
+        ("h100-sxm:1x8", "all_to_all", 1 << 30, 8, 1, ("direct", "Simple")),
+        ("a100-sxm:4x8", "all_reduce", 8, 32, 1, ("tree", "LL")),  # small messages over many nodes
+        ("a100-sxm:16x8", "all_reduce", 1 << 34, 128, 1, ("ring", "Simple")),
+        ("h100-sxm:64x8", "all_gather", 1 << 20, 64, 8, ("ring", "")),
+        ("h100-sxm:2x8", "send_recv", 1 << 20, 2, 8, ("direct", "")),
+    ],
+)
+def test_the_algorithm_and_protocol_that_nccl_takes(
+    cluster: str, kind: str, size: int, ranks: int, stride: int, choice: tuple[str, str]
+) -> None:
+    assert load_cluster(cluster).choice(kind, size, ranks, stride) == choice
+
+
+def test_the_tree_is_taken_where_it_is_the_faster_one_and_the_price_is_of_the_choice() -> None:
+    cluster = load_cluster("a100-sxm:16x8")
+    ring, tree = cluster._ways("all_reduce", 128, 1, 1)
+    for size in (8.0, 2.0**20, 2.0**26, 2.0**34):
+        seconds = [alpha + max(rate * size + c * math.sqrt(size) for rate, c in terms) for alpha, terms in (ring, tree)]
+        chosen = cluster.choice("all_reduce", size, 128)[0]
+        assert chosen == ("tree" if seconds[1] < seconds[0] else "ring")
+        assert cluster.collective_seconds("all_reduce", size, 128) == pytest.approx(min(seconds))
+
+
+def test_protocols_switch_at_larger_messages_in_larger_groups() -> None:
+    """As fitted to nccl-tests: two lines, the lower of which is taken; all-to-all leaves LL at a tenth of the size."""
+    for name in ("nvlink3", "nvlink4", "nvlink5"):
+        rows = load_link(name).curves
+        switches = [row.protocol_switch_bytes for row in rows["all_reduce"]]
+        assert all(isinstance(s, float) and 1e6 < s < 1e8 for s in switches)
+        assert switches == sorted(switches)  # type: ignore[type-var]
+    pairs = [row.protocol_switch_bytes for row in load_link("nvlink4").curves["all_to_all"]]
+    assert all(s is not None and s < 5e5 for s in pairs)
+    assert load_link("ib-ndr400").protocol("all_reduce", 1 << 20, 8) == ""

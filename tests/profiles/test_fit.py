@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from profiles.fit import (
     fit_collective,
     fit_experts,
     fit_matmul,
+    protocol_switch,
 )
-from profiles.hardware import MatmulCurve, load_gpu
+from profiles.hardware import MatmulCurve, load_gpu, load_link
 from profiles.operations import wire_bytes
 from tests.scripts import script
 
@@ -243,3 +245,49 @@ def test_sample_files_are_small_and_have_a_source() -> None:
     for path in files:
         with path.open() as handle:
             assert len(list(csv.DictReader(handle))) > 20
+
+
+def test_the_switch_of_two_protocols_is_found_where_their_lines_cross() -> None:
+    wire = np.array([2.0**p for p in range(9, 30)])
+    times = np.minimum(5e-6 + wire / 2e10, 2e-5 + wire / 2e11) * noise(len(wire))
+    crossing = (2e-5 - 5e-6) / (1 / 2e10 - 1 / 2e11)
+    assert protocol_switch(wire, times) == pytest.approx(crossing, rel=0.2)
+    assert protocol_switch(wire, 5e-6 + wire / 2e11) is None
+
+
+KEPT: list[dict[str, Any]] = json.loads(FIT_HARDWARE.KEPT.read_text())
+
+
+def test_every_shipped_curve_is_the_one_that_the_script_found() -> None:
+    """The kept fits against the files, curve by curve; what is not shipped (an unbounded fit, fp8_block) is in no file."""
+    shipped = [r for r in KEPT if r.get("shipped")]
+    assert len(shipped) > 120
+    for r in shipped:
+        if r["kind"] == "attention":
+            curve: Any = load_gpu(r["of"]).attention
+        elif r["kind"] in ("matmul", "grouped"):
+            curve = getattr(load_gpu(r["of"]), r["kind"])[r["what"]]
+        else:
+            curve = next(row for row in load_link(r["of"]).curves[r["collective"]] if row.ranks == r["ranks"])
+        for name, value in r["curve"].items():
+            if name not in ("fp8_speed", "head_dim_speed", "backward_ratio"):
+                assert getattr(curve, name) == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), (
+                    r["of"],
+                    name,
+                )
+
+
+def test_the_page_shows_the_kept_fits() -> None:
+    page = script("hardware_errors")
+    text = page.PAGE.read_text()
+    assert page.page(text, KEPT) == text
+    for gpu in ("a100-sxm-80gb", "gb300", "rtx-pro-6000"):
+        assert f"| {gpu} | bf16 | **" in text
+
+
+def test_the_samples_kept_here_give_the_shipped_curves_again() -> None:
+    source = next(s for s in FIT_HARDWARE.SAMPLES if s.gpu == "rtx-pro-6000")
+    gpu = load_gpu("rtx-pro-6000")
+    for r in FIT_HARDWARE.fit_products(source, gpu, FIT_HARDWARE.HERE, FIT_HARDWARE.Reference(None)):
+        assert r["curve"]["efficiency"] == gpu.matmul[r["what"]].efficiency
+        assert r["mean"] < 0.08

@@ -13,7 +13,8 @@ import pytest
 
 from profiles.errors import InputError
 from profiles.families.registry import READERS, read_config
-from profiles.huggingface import MAX_BYTES, load_model, model_names, resolve
+from profiles.files import LARGEST_YAML_BYTES
+from profiles.huggingface import load_model, model_names, resolve
 from profiles.model import Attention, LatentAttention, LinearAttention, Mlp, ModelSpec, Moe, StateSpace
 
 LLAMA: dict[str, Any] = {
@@ -146,7 +147,7 @@ def test_what_is_no_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(InputError, match="UTF-8"):
         load_model(tmp_path / "binary.json")
-    (tmp_path / "large.json").write_bytes(b" " * (MAX_BYTES + 1))
+    (tmp_path / "large.json").write_bytes(b" " * (LARGEST_YAML_BYTES + 1))
     with pytest.raises(InputError, match="larger than"):
         load_model(tmp_path / "large.json")
 

@@ -12,11 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 import cli
+from planner.commands.measuring import keep_as_this
 from profiles.errors import AxisplanError, InputError
 from profiles.fit import Errors
-from profiles.hardware import load_gpu
+from profiles.hardware import load_cluster, load_gpu
 from profiles.measure.gpu import FEWEST_JUDGES, GpuMeasurement
 from profiles.measure.judging import differences
+from profiles.measure.machine import MachineMeasurement
 from profiles.measure.plots import check_picture
 from profiles.measure.samples import Sample
 from profiles.measure.timing import LEAST_OVERTIME_SECONDS, OVERTIME, overtime
@@ -155,3 +157,48 @@ def test_the_built_in_clusters_as_json() -> None:
     code, text = run("clusters", "show", "h100-sxm:2x8", "--json")
     assert code == 0
     assert {"field", "value", "unit", "origin", "source"} == set(json.loads(text)[0])
+
+
+def test_this_machine_is_what_was_measured_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXISPLAN_CACHE", str(tmp_path / "kept"))
+    for call in (lambda: load_cluster("this"), lambda: load_gpu("this")):
+        with pytest.raises(InputError, match=r"not measured yet: `axisplan profile gpu`"):
+            call()
+    assert "this machine: not measured yet" in run("clusters")[1]
+    cluster = replace(load_cluster("cpu:1x4"), name="this", kind="")
+    judged = {f"matmul {dtype}": Errors(0.1, 0.1, 0.2, 1.0, FEWEST_JUDGES) for dtype in cluster.gpu.matmul}
+    whole = MachineMeasurement(GpuMeasurement([], {}, profile=cluster.gpu, held_out=judged), None, cluster)
+    assert keep_as_this(replace(whole, interrupted=True)) == keep_as_this(replace(whole, cluster=None)) == ""
+    assert keep_as_this(replace(whole, gpu=replace(whole.gpu, held_out={}))) == ""  # a rough one does not stand for the machine
+    assert not (tmp_path / "kept").exists()
+    assert keep_as_this(whole).startswith("kept as this machine")
+    assert load_cluster("this") == load_cluster("This-Machine") == cluster
+    assert load_cluster("this:2").gpus == 2
+    assert load_gpu("this") == cluster.gpu
+    assert json.loads(run("clusters", "--json")[1])[0]["cluster"] == "this"
+    assert run("clusters", "show", "this")[0] == 0
+    with pytest.raises(InputError, match="4 at once were measured; nearest: this:4"):
+        load_cluster("this:8")
+
+
+def test_a_measurement_that_cannot_be_kept_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AXISPLAN_CACHE", str(tmp_path / "file"))
+    cluster = load_cluster("cpu:1x4")
+    judged = {f"matmul {dtype}": Errors(0.1, 0.1, 0.2, 1.0, FEWEST_JUDGES) for dtype in cluster.gpu.matmul}
+    whole = MachineMeasurement(GpuMeasurement([], {}, profile=cluster.gpu, held_out=judged), None, cluster)
+    assert keep_as_this(whole).startswith("not kept as this machine")
+
+
+def test_collectives_of_a_cluster_with_their_algorithm_and_protocol() -> None:
+    code, text = run("clusters", "collectives", "h100-sxm:1x8", "--json")
+    assert code == 0
+    rows = {(r["collective"], r["bytes"]): r for r in json.loads(text)}
+    assert len(rows) == 36
+    cluster = load_cluster("h100-sxm:1x8")
+    largest = rows["all_reduce", 1 << 30]
+    assert largest["seconds"] == cluster.collective_seconds("all_reduce", 1 << 30, 8)
+    assert (largest["algorithm"], largest["protocol"]) == ("NVLS", "Simple")
+    assert "NVLS tree" in run("clusters", "collectives", "h100-sxm:4x8")[1]
+    result = CliRunner().invoke(cli.cli, ["clusters", "collectives", "h100-sxm:1x8", "--ranks", "4", "--stride", "4"])
+    assert isinstance(result.exception, InputError)

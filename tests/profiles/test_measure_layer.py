@@ -176,7 +176,7 @@ def test_a_layer_profile_is_read_back_as_written(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("rows: [", "neither YAML nor JSON"),
+        ("rows: [", "not valid YAML"),
         ("rows: 3", "profile.rows"),
         ("rows: [{name: a, micro_batch: 1, seq_len: 8, forward_seconds: -1}]", "forward_seconds"),
         ("rows: [{name: a, micro_batch: 1, seq_len: 8, forward_secs: 1}]", "forward_secs"),
