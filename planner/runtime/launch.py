@@ -20,7 +20,7 @@ from planner.plan import Plan
 from planner.runtime import devices
 from planner.runtime.journal import check_tensorboard
 from planner.runtime.settings import check_files, parser, read_settings
-from planner.runtime.stop import STOPPED, passed_on
+from planner.runtime.stop import STOPPED, die_with_parent, passed_on
 from planner.runtime.worker import LOST, REFUSED
 from profiles.errors import AxisplanError, InputError
 
@@ -106,7 +106,9 @@ def supervise(
     """
     env = {**env, "PYTHONSAFEPATH": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with tempfile.TemporaryFile("w+") if log is None else log.open("w+", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=output, text=True, env=env, start_new_session=True, preexec_fn=die_with_parent
+        )  # fmt: skip
         deadline = None if timeout is None else time.monotonic() + timeout
         timer = _alarm(process, timeout)
         try:

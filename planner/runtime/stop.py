@@ -7,9 +7,11 @@ after 30 s, whatever they still have to save.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +65,16 @@ def passed_on(process: subprocess.Popen[str], end: Callable[[subprocess.Popen[st
         yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the one that started it dies, so that a killed launcher leaves nothing behind."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def workers_of(pid: int) -> list[int]:

@@ -7,19 +7,17 @@ that prefix. Exit codes are the command's: 1 failed, 2 the input is wrong.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import datetime
 import os
-import signal
 import sys
 import time
 from typing import Any, NoReturn
 
 from planner.runtime.settings import parser, read_settings
+from planner.runtime.stop import die_with_parent
 from profiles.errors import AxisplanError, InputError, one_line
 
-PR_SET_PDEATHSIG = 1
 REFUSED = "axisplan-exit-code: 2"
 """Printed after a fault of the input: torchrun hides the code of a worker."""
 LOST = "lost contact with another process"
@@ -29,7 +27,8 @@ PATIENCE = 20.0
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the worker and end the process with its exit code."""
-    _die_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
     arguments = parser().parse_args(argv)
     try:
         code = _train(arguments)
@@ -106,12 +105,6 @@ def _explain(error: BaseException) -> None:
 
         traceback.print_exception(error)
         print(f"axisplan: rank {rank}: {type(error).__name__}: {text[:300]}", file=sys.stderr)
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when torchrun dies, so that a killed launcher leaves nothing behind."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

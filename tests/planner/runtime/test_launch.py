@@ -162,13 +162,14 @@ def test_run_json_prints_the_same_losses_whatever_the_layout_and_the_number_of_p
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_ended_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     path = folder(tmp_path, steps=5000)
     program = f"from planner.runtime.launch import launch; launch({arguments(path)!r}, 2, lambda r: print(r, flush=True))"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     process.stdout.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     process.wait(30)
     until = time.monotonic() + 10
     while alive(str(tmp_path)) and time.monotonic() < until:
