@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from profiles.errors import AxisplanError, InputError
-from profiles.fit import Errors
 from profiles.hardware import GpuProfile
 from profiles.measure import fitting, judging
-from profiles.measure.samples import Sample, save_samples
-from profiles.measure.timing import Noise, noise, others_busy, patience
+from profiles.measure.samples import Sample
+from profiles.measure.timing import noise, others_busy, patience
 from profiles.measure.together import Alone
 
 Progress = Callable[[float, str], None]
@@ -24,26 +22,10 @@ FEWEST_JUDGES = 5
 
 
 @dataclass
-class GpuMeasurement:
-    """What ``measure_gpu`` found. ``profile`` is None where too little was measured before an interruption; ``held_out`` are the
-    fit's errors by kind of operation on samples that were not fitted (``judging.held_out_errors``)."""
+class GpuMeasurement(judging.Measured):
+    """What ``measure_gpu`` found. ``profile`` is None where too little was measured before an interruption."""
 
-    samples: list[Sample]
-    facts: dict[str, Any]
     profile: GpuProfile | None = None
-    held_out: dict[str, Errors] = field(default_factory=dict)
-    noise: Noise = field(default_factory=lambda: noise([]))
-    interrupted: bool = False
-
-    @property
-    def failures(self) -> list[Sample]:
-        """Candidates that have no time: out of memory, or no such kernel here."""
-        return [s for s in self.samples if s.failed]
-
-    @property
-    def spreads(self) -> dict[str, float]:
-        """How far repeats spread, by kind of operation."""
-        return judging.spreads(self.samples)
 
     @property
     def rough(self) -> str:
@@ -54,9 +36,6 @@ class GpuMeasurement:
         poor = [f"{dtype} ({count})" for dtype, count in judges.items() if count < FEWEST_JUDGES]
         few = f"fewer than {FEWEST_JUDGES} shapes judge the fit of {', '.join(poor)}"
         return f"ROUGH profile: {few}; measure for longer (--seconds)" if poor else ""
-
-    def save_samples(self, path: str | Path) -> None:
-        save_samples(path, self.samples, **self.facts)
 
 
 class Collector:

@@ -6,13 +6,42 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from profiles.fit import Errors
 from profiles.hardware import GpuProfile
 from profiles.measure.plan import LARGE, LAYER_MIX
-from profiles.measure.samples import Sample, usable
+from profiles.measure.samples import Sample, save_samples, usable
+from profiles.measure.timing import Noise, noise
 from profiles.operations import Attend, Collective, Matmul, Pointwise
+
+
+@dataclass
+class Measured:
+    """Samples, the facts about the run, the fit's errors on samples that were not fitted (by kind of operation), and how steady the
+    machine was."""
+
+    samples: list[Sample]
+    facts: dict[str, Any]
+    held_out: dict[str, Errors] = field(default_factory=dict, kw_only=True)
+    noise: Noise = field(default_factory=lambda: noise([]), kw_only=True)
+    interrupted: bool = field(default=False, kw_only=True)
+
+    @property
+    def failures(self) -> list[Sample]:
+        """Candidates that have no time: out of memory, or no such kernel here."""
+        return [s for s in self.samples if s.failed]
+
+    @property
+    def spreads(self) -> dict[str, float]:
+        """How far repeats spread, by kind of operation."""
+        return spreads(self.samples)
+
+    def save_samples(self, path: str | Path) -> None:
+        """Writes samples and facts, whole or not at all."""
+        save_samples(path, self.samples, **self.facts)
 
 
 def kind_of(sample: Sample) -> str:

@@ -11,17 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from profiles.errors import AxisplanError, InputError
-from profiles.fit import Errors
 from profiles.hardware import Link
 from profiles.links import KINDS
 from profiles.measure import fitting, judging
 from profiles.measure.gpu import Collector, Progress, check, inside_torchrun, workers
-from profiles.measure.samples import Sample, save_samples, usable
-from profiles.measure.timing import Noise, noise, others_busy, patience
+from profiles.measure.samples import Sample, usable
+from profiles.measure.timing import noise, others_busy, patience
 from profiles.operations import Collective
 
 SIZES = tuple(1 << p for p in range(10, 31, 2))
@@ -30,29 +28,12 @@ Groups = Sequence[Sequence[int]]
 
 
 @dataclass
-class LinkMeasurement:
+class LinkMeasurement(judging.Measured):
     """What ``measure_links`` found; ``link`` is None where too little was measured before an interruption. ``contention`` is how
-    much longer large messages take when all groups of an axis communicate at once, by axis."""
+    much longer large messages take when others communicate at once (``contention``)."""
 
-    samples: list[Sample]
-    facts: dict[str, Any]
     link: Link | None = None
-    held_out: dict[str, Errors] = field(default_factory=dict)
     contention: dict[str, float] = field(default_factory=dict)
-    noise: Noise = field(default_factory=lambda: noise([]))
-    interrupted: bool = False
-
-    @property
-    def failures(self) -> list[Sample]:
-        return [s for s in self.samples if s.failed]
-
-    @property
-    def spreads(self) -> dict[str, float]:
-        """How far repeats spread, by collective and group size."""
-        return judging.spreads(self.samples)
-
-    def save_samples(self, path: str | Path) -> None:
-        save_samples(path, self.samples, **self.facts)
 
 
 def default_axes(world: int, *, strided: bool = False) -> dict[str, list[list[int]]]:

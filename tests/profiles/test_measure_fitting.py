@@ -209,7 +209,7 @@ def test_the_screen_says_how_well_each_kind_fits_what_failed_and_which_was_noisy
     samples = [replace(s, low=0.8 * s.seconds, high=1.2 * s.seconds) for s in product_samples()] + other_samples()
     profile = fitting.gpu_profile(samples, FACTS)
     failed = [replace(samples[0], seconds=0.0, failed="out of memory")]
-    measured = GpuMeasurement(samples + failed, FACTS, profile, judging.held_out_errors(profile, samples, FACTS))
+    measured = GpuMeasurement(samples + failed, FACTS, profile, held_out=judging.held_out_errors(profile, samples, FACTS))
     text = shown(show_errors, measured)
     assert re.search(r"matmul fp32 0\.\d % \d\.\d % \d+ 40\.0 % noisy", text)
     assert "memory traffic" in text
@@ -223,7 +223,7 @@ def test_the_screen_says_how_well_each_kind_fits_what_failed_and_which_was_noisy
 def test_the_screen_of_links_has_a_row_for_each_curve() -> None:
     samples = link_samples()
     link, errors = fitting.link(samples, FACTS)
-    text = shown(show_links, LinkMeasurement(samples, FACTS, link, errors, {"tp": 1.5}))
+    text = shown(show_links, LinkMeasurement(samples, FACTS, link, {"tp": 1.5}, held_out=errors))
     assert "all-reduce over 4 200 us 1.50 GB/s" in text
     assert "all-reduce over 4 0.0 % 0.0 % 8" in text
     assert "tp x 1.50" in text
