@@ -129,6 +129,8 @@ class Plan(Record):
     """The Pareto front, where it was asked for."""
     goodput: dict[str, Any] | None = None
     warnings: list[str] = Field(default_factory=list)
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables that a launch folder of it passes through (``axisplan emit --env``)."""
 
     # -- views ------------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,9 @@ SOURCES = TARGETS[1:]
     "--set", "extra", multiple=True, metavar="KEY=VALUE",
     help="An option of the launcher (partition=gpu, image=NAME) or of the target (tokenizer=NAME, release=main).",
 )  # fmt: skip
+@click.option(
+    "--env", "environment", multiple=True, metavar="NAME=VALUE", help="A variable for every process; the folder's plan records it."
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
 @as_json
 def emit(
@@ -54,6 +57,7 @@ def emit(
     launcher: str,
     data: tuple[str, ...],
     extra: tuple[str, ...],
+    environment: tuple[str, ...],
     out: Path,
     as_json: bool,
     **numbers: Any,
@@ -68,7 +72,7 @@ def emit(
     target = target or own_target(made) or "axisplan"
     folder = out.resolve()
     found = tuple(os.path.relpath(Path(d).resolve(), folder) if target == "axisplan" else d for d in data)
-    settings = EmitSettings(data=found, options=pairs_of("--set", extra), **numbers)
+    settings = EmitSettings(data=found, options=pairs_of("--set", extra), environment=pairs_of("--env", environment), **numbers)
     written = write(made, target, launcher, out, settings)
     if as_json:
         show_json({"target": target, "launcher": launcher, "folder": str(out), "files": [path.name for path in written]})

@@ -9,6 +9,7 @@ it exports the environment, each variable with its reason, and becomes torchrun 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -140,6 +141,8 @@ class EmitSettings:
     data: tuple[str, ...] = ()
     """Training data in the target's own form; paths relative to the folder stay relative to it. None: synthetic."""
     options: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the user's that every process gets; recorded in the folder's plan.json."""
 
 
 class Target(Protocol):
@@ -180,6 +183,7 @@ def emit(plan: Plan, target: str, launcher: str, out: Path, settings: EmitSettin
     """
     settings = settings or EmitSettings()
     launching: Launcher = importlib.import_module(named("--launcher", launcher, LAUNCHERS))
+    plan = plan.model_copy(update={"environment": passed_through(settings.environment)})
     program = program_of(plan, target, settings)
     of_target: Mapping[str, Option] = getattr(importlib.import_module(TARGETS[target]), "OPTIONS", {})
     refuse_unknown(settings.options, {target: of_target, launcher: launching.takes(program)})
@@ -187,6 +191,14 @@ def emit(plan: Plan, target: str, launcher: str, out: Path, settings: EmitSettin
     contents = {"plan.json": plan.text(), **program.files, LAUNCH: launch_script(plan, program), **start.files}
     contents["README.md"] = readme(plan, program, start)
     return write_folder(out, contents, executable=(LAUNCH, *start.executable))
+
+
+def passed_through(given: Mapping[str, str]) -> dict[str, str]:
+    """Variables by name; InputError for what the shell would not take as a name, or a value with a zero byte."""
+    for name, value in given.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+            raise InputError("--env", name, "is a variable's name (letters, digits and _) with a value", "CUDA_LAUNCH_BLOCKING=1")
+    return dict(given)
 
 
 def program_of(plan: Plan, target: str, settings: EmitSettings) -> Program:
@@ -252,12 +264,16 @@ def launch_script(plan: Plan, program: Program) -> str:
         per_node=str(per_node),
         last_node=str(nodes - 1),
         needs=needs(program.needs),
-        environment="\n".join(v.shell() for v in program.environment),
+        environment="\n".join(v.shell() for v in (*program.environment, *_passed(plan))),
         torchrun=_torchrun(program.executable),
         starter=" ".join(['"${executable}"', *map(quote, program.starter)]) if program.starter else "",
         rendezvous=_rendezvous(nodes),
         words="\n".join("  " + " ".join(w.shell() for w in line) for line in lines(_words(program))),
     )
+
+
+def _passed(plan: Plan) -> list[Variable]:
+    return [Variable(name, value, "Passed through (emit --env), after all others.") for name, value in plan.environment.items()]
 
 
 def needs(wanted: tuple[Need, ...]) -> str:

@@ -17,6 +17,7 @@ from planner.emit.core import EmitSettings, Program, admit, refuse
 from planner.emit.files import fill
 from planner.plan import Plan
 
+OPTIONS = environment.DEEPEP
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
 
@@ -32,7 +33,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
         target="deepspeed",
         words=transformers_trainer.words(),
         files=files,
-        environment=environment.shared(plan, "deepspeed"),
+        environment=environment.shared(plan, "deepspeed", settings.options),
         needs=transformers_trainer.needs(plan),
         notes=transformers_trainer.NOTES,
     )

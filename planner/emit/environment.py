@@ -5,6 +5,7 @@ What only the site knows (network interfaces, NICs, RoCE classes) is suggested i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -13,9 +14,14 @@ from typing import Any
 import yaml
 
 from planner.emit.core import Variable
+from planner.emit.options import Option, read_options
 from planner.plan import Plan
 
 BLACKWELL = 10
+DEEPEP = {
+    "deepep": Option(r"deepep|uccl", "is deepep or uccl: which of them the dispatcher deepep is installed as", "uccl", "deepep")
+}
+"""UCCL-EP has DeepEP's interface and takes its place; a plan cannot know which of them is installed."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,14 @@ class Facts:
     nodes: int = 1
 
 
-def shared(plan: Plan, target: str, *, cuda_graphs: bool = False, uccl_ep: bool = False) -> tuple[Variable, ...]:
+def shared(plan: Plan, target: str, options: Mapping[str, str] | None = None) -> tuple[Variable, ...]:
     """The variables of ``target`` that do not depend on its own arguments; empty of CUDA matters on a CPU."""
-    cluster, layout = plan.job().cluster, plan.layout_object
-    if cluster.gpu.is_host:
+    job, layout = plan.job(), plan.layout_object
+    if job.cluster.gpu.is_host:
         return (Variable("OMP_NUM_THREADS", "1", "One thread a process: the processes share the cores.", "default"),)
-    facts = Facts(target, capability(cluster.gpu.name), layout.cp, cuda_graphs, uccl_ep, cluster.hosts)
+    uccl = layout.ep > 1 and layout.dispatcher == "deepep" and read_options(options or {}, DEEPEP)["deepep"] == "uccl"
+    graphs = job.execution.graphs != "none"
+    facts = Facts(target, capability(job.cluster.gpu.name), layout.cp, graphs, uccl, job.cluster.hosts)
     return (*threads(), *allocator(facts), *network(facts))
 
 

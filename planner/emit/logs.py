@@ -24,6 +24,8 @@ from profiles.model import LatentAttention, Mlp, Moe
 from profiles.version import __version__
 
 GIB = 2**30
+BLOCKING = "CUDA_LAUNCH_BLOCKING=1"
+"""In a log or among a plan's variables: the host waits for every launch, and the time is no measure of the model (cases.md I05)."""
 COLUMNS = (
     "id", "source", "source_table", "license_note", "model_name", "arch", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim",
     "vocab", "gated_mlp", "experts", "topk", "moe_ffn_hidden", "shared_expert_ffn", "first_dense_layers", "mla", "seq_len", "gpu",
@@ -274,8 +276,8 @@ def measure(
     except OSError as error:
         raise InputError("LOG", str(log), f"cannot be read: {error.strerror}") from None
     found = read_log(text, plan, warmup=warmup, where=str(log))
-    if "CUDA_LAUNCH_BLOCKING=1" in text:
-        note = "; ".join(filter(None, (note, "CUDA_LAUNCH_BLOCKING=1: launches block")))
+    if BLOCKING in text or BLOCKING in [f"{name}={value}" for name, value in plan.environment.items()]:
+        note = "; ".join(filter(None, (note, f"{BLOCKING}: launches block")))
         found = replace(found, form=f"{found.form} (blocking launches)")
     name = identity or f"run-{digest([plan.inputs, plan.layout_text])[:12]}"
     return row_of(plan, found, identity=name, source="axisplan measure", note=note), found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from cost_models.layout import pairs
+from cost_models.layout_text import pairs
 from planner.emit.files import fill
 from planner.plan import Plan
 from planner.screen import gib, seconds

@@ -70,6 +70,13 @@ def runtime_trains_in_the_precision(case: Case) -> Iterator[Break]:
         )
 
 
+@planning_rule("the target's runtime captures as much in CUDA graphs as the execution says")
+def runtime_captures_graphs(case: Case) -> Iterator[Break]:
+    graphs, known = case.job.execution.graphs, case.limits.graphs
+    if graphs not in known:
+        yield Break("execution.graphs", graphs, f"{case.limits.target} has {listed(known)}", tuple(known))
+
+
 @planning_rule("the target's runtime keeps the optimizer's moments as the execution says")
 def runtime_keeps_the_moments(case: Case) -> Iterator[Break]:
     if case.job.execution.moment_bytes == 2 and not case.limits.narrow_moments:

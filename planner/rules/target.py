@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cost_models.layout import even_split
@@ -192,6 +192,25 @@ def optimizer_goes_with_zero(case: Case) -> Iterator[Break]:
         yield Break("zero", zero, f"{case.limits.target}: muon goes with ZeRO 0 to {most}", tuple(range(most, -1, -1)))
     if case.job.execution.moment_bytes == 2 and zero == 0 and not case.limits.narrow_moments_unsharded:
         yield Break("zero", zero, f"{case.limits.target}: 16-bit moments need a sharded optimizer (ZeRO 1 or more)", (1,))
+
+
+GRAPHED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "pp": ("a pipeline", lambda layout: layout.pp > 1),
+    "ep": ("expert parallelism", lambda layout: layout.ep > 1),
+    "full": ("full recompute", lambda layout: any(r.mode == "full" for r in layout.recompute_rules.rules)),
+}
+"""What CUDA graphs may not go with (``graphs_without``): in words, and whether a layout has it."""
+
+
+@rule("target", "pp ep recompute", "CUDA graphs go with the layout in the target")
+def graphs_suit_the_layout(case: Case) -> Iterator[Break]:
+    graphs = case.job.execution.graphs
+    for name in case.limits.graphs_without if graphs != "none" else ():
+        what, has = GRAPHED[name]
+        if has(case.layout) and not (name == "full" and graphs == "full"):
+            field = "recompute" if name == "full" else name
+            repair = ("none",) if name == "full" else (1,)
+            yield Break(field, getattr(case.layout, field), f"{case.limits.target}: no CUDA graphs with {what}", repair)
 
 
 @rule("target", "", "8- and 4-bit products are compiled where the target needs that")

@@ -6,6 +6,7 @@ nothing reads those for judging.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,11 @@ def row(plan: Plan, records: Sequence[dict[str, Any]], name: str = "run") -> dic
     """One row: what ran, its median step after warm-up, its peak, and the prediction. ``records`` as ``loop.run`` makes them."""
     warm = judged(records)
     host = plan.job().cluster.gpu.is_host
+    blocks = plan.environment.get("CUDA_LAUNCH_BLOCKING", os.environ.get("CUDA_LAUNCH_BLOCKING")) == "1"
     measured = Measured(
-        "axisplan", statistics.median(r["seconds"] for r in warm), len(warm), len(records) - len(warm),
-        max(r["peak_bytes"] for r in records), "tensors allocated" if host else "torch max allocated", records[0]["loss"], records[-1]["loss"],
+        "axisplan (blocking launches)" if blocks else "axisplan", statistics.median(r["seconds"] for r in warm), len(warm),
+        len(records) - len(warm), max(r["peak_bytes"] for r in records), "tensors allocated" if host else "torch max allocated",
+        records[0]["loss"], records[-1]["loss"],
     )  # fmt: skip
     worst = max((m["peak_allocated"] for m in plan.estimate.get("memory", [])), default=None)
     predicted = {

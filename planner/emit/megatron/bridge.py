@@ -66,6 +66,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
         "ddp.reuse_grad_buf_for_mxfp8_param_ag=true",
         "optimizer.reuse_grad_buf_for_mxfp8_param_ag=true",
     ),
+    "--no-check-for-nan-in-loss-and-grad": ("ddp.check_for_nan_in_grad=false", "rerun_state_machine.check_for_nan_in_loss=false"),
     "--log-throughput": ("logger.log_throughput=true",),
     "--mock-data": (),
     "--bf16": (),
@@ -76,7 +77,7 @@ PRECISIONS = {
     "nvfp4": "bf16_with_nvfp4_mixed",
 }  # fmt: skip
 PRECISION_FLAGS = ("--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe")
-LISTS = {"--recompute-modules", "--hierarchical-context-parallel-sizes", "--data-path"}
+LISTS = {"--cuda-graph-modules", "--recompute-modules", "--hierarchical-context-parallel-sizes", "--data-path"}
 PATTERNS = {"--moe-layer-freq", "--window-attn-skip-freq", "--no-rope-freq"}
 
 
@@ -87,7 +88,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
     environment = (
         Variable("PYTHONPATH", from_environment(CHECKOUT.name, "/src"), "The recipe is imported from the checkout.", "prepend"),
         *connections.megatron(connections.Streams.of(job, layout)),
-        *shared(plan, "megatron", cuda_graphs=job.execution.graphs != "none"),
+        *shared(plan, "megatron", settings.options),
     )
     words = ("--recipe", RECIPE, "--mode", "pretrain", *given)
     return Program(

@@ -6,7 +6,7 @@ from cost_models.job import Job
 from cost_models.layout import Layout
 from planner.emit import connections
 from planner.emit.core import EmitSettings, Need, Program, Variable, admit, from_environment
-from planner.emit.environment import shared
+from planner.emit.environment import DEEPEP, shared
 from planner.emit.megatron.flags import Flags, number, switch, words
 from planner.emit.megatron.layout import layout_flags
 from planner.emit.megatron.model import model_flags
@@ -16,7 +16,7 @@ from planner.plan import Plan
 CHECKOUT = Need("MEGATRON_PATH", "your checkout of Megatron-LM", "/opt/Megatron-LM")
 BACKENDS = {"unfused": "unfused", "triton": "flash", "fa2": "flash", "fa3": "flash", "cudnn": "fused"}
 
-OPTIONS = {"tokenizer": Option(r"[^\x00]*", "names a tokenizer of the hub, or its folder", "./tokenizer")}
+OPTIONS = {"tokenizer": Option(r"[^\x00]*", "names a tokenizer of the hub, or its folder", "./tokenizer"), **DEEPEP}
 
 
 def program(plan: Plan, settings: EmitSettings) -> Program:
@@ -26,7 +26,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
     environment = (
         Variable("PYTHONPATH", from_environment(CHECKOUT.name), "pretrain_gpt.py imports the checkout's own packages.", "prepend"),
         *connections.megatron(connections.Streams.of(job, layout)),
-        *shared(plan, "megatron", cuda_graphs=job.execution.graphs != "none"),
+        *shared(plan, "megatron", settings.options),
     )
     return Program(
         target="megatron",
@@ -55,7 +55,7 @@ def training_flags(job: Job, settings: EmitSettings) -> Flags:
         "--attention-backend": (BACKENDS[execution.attention],),
         "--attention-dropout": ("0.1" if execution.attention_dropout else "0.0",),
         "--hidden-dropout": ("0.1" if execution.hidden_dropout else "0.0",),
-    } | switch("--cross-entropy-loss-fusion") | {"--cross-entropy-fusion-impl": ("native",)}  # fmt: skip
+    } | graphs(job) | switch("--cross-entropy-loss-fusion") | {"--cross-entropy-fusion-impl": ("native",)}  # fmt: skip
     tokenizer = read_options(settings.options, OPTIONS)["tokenizer"]
     if tokenizer:
         flags |= {"--tokenizer-type": ("HuggingFaceTokenizer",), "--tokenizer-model": (tokenizer,)}
@@ -78,6 +78,16 @@ def training_flags(job: Job, settings: EmitSettings) -> Flags:
         }
         | switch("--log-throughput")
     )
+
+
+def graphs(job: Job) -> Flags:
+    """CUDA graphs of a whole iteration, or Transformer Engine's of each layer's attention and of the router of a mixture of experts."""
+    if job.execution.graphs == "none":
+        return {}
+    if job.execution.graphs == "full":
+        return {"--cuda-graph-impl": ("full_iteration",)} | switch("--no-check-for-nan-in-loss-and-grad")
+    modules = ("attn",) if job.model.moe is None else ("attn", "moe_router")
+    return {"--cuda-graph-impl": ("transformer_engine",), "--cuda-graph-modules": modules}
 
 
 def _notes(job: Job, settings: EmitSettings) -> tuple[str, ...]:

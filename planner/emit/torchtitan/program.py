@@ -42,7 +42,7 @@ def program(plan: Plan, settings: EmitSettings) -> Program:
     environment = (
         Variable("PYTHONPATH", Word(base="here"), "torchtitan imports the configuration from this folder.", "prepend"),
         *connections.torchtitan(connections.Streams.of(job, layout)),
-        *shared(plan, "torchtitan", cuda_graphs=job.execution.graphs != "none"),
+        *shared(plan, "torchtitan", settings.options),
     )
     words = ("-m", "torchtitan.train", "--module", MODULE, "--config", "train")
     notes = [f"Written for torchtitan {release.title} (--set release=0.3 or main)."]
@@ -187,7 +187,7 @@ def _expressible(job: Job, layout: Layout) -> None:
 def training(job: Job, layout: Layout, settings: EmitSettings) -> dict[str, Any]:
     out: dict[str, Any] = {
         "steps": settings.steps,
-        "disable_cuda_graphs": job.execution.graphs == "none" or layout.pp > 1 or layout.ep > 1,
+        "disable_cuda_graphs": job.execution.graphs == "none",
     }
     if job.precision == "fp32":
         out["mixed_precision_param"] = "float32"

@@ -8,6 +8,7 @@ from typing import Any
 
 from cost_models.job import Job
 from cost_models.layout import Layout
+from planner.emit.environment import DEEPEP
 from planner.emit.options import Option
 
 
@@ -58,4 +59,4 @@ RELEASES = {
         lambda job, layout: {"num_pp_microbatches": layout.microbatches(job.global_batch)},
     ),
 }
-OPTIONS = {"release": Option(r"0\.3|main", "is 0.3 (PyPI's) or main (its repository's)", "main", "0.3")}
+OPTIONS = {"release": Option(r"0\.3|main", "is 0.3 (PyPI's) or main (its repository's)", "main", "0.3"), **DEEPEP}

@@ -54,6 +54,15 @@ def test_a_row_holds_the_stages_beside_what_was_predicted() -> None:
     assert float(got["predicted_step_s"]) == pytest.approx(made.step_seconds, rel=1e-5)
 
 
+def test_a_run_of_ours_with_blocking_launches_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cases.md I05."""
+    made = plan_of(job_of("llama-3.1-8b", "h100-sxm:1x8", "axisplan"), LAYOUTS[0])
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    assert row(made, records(2.0))["time_ok"] == "yes"
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert row(made, records(2.0))["time_ok"] == "no"
+
+
 def test_watched_and_warming_steps_are_not_judged_unless_nothing_else_is_left() -> None:
     lines = records(2.0)
     assert [r["step"] for r in judged(lines)] == [3, 4, 5, 6, 7, 8]

@@ -143,6 +143,13 @@ def test_a_run_with_blocking_launches_is_not_judged(plan: Plan, tmp_path: Path) 
     assert "CUDA_LAUNCH_BLOCKING=1" in row["notes"]
 
 
+def test_a_plan_that_passes_blocking_launches_through_is_not_judged_whatever_its_log_says(plan: Plan, tmp_path: Path) -> None:
+    """cases.md I05."""
+    (tmp_path / "log").write_text(MEGATRON)
+    blocking = plan.model_copy(update={"environment": {"CUDA_LAUNCH_BLOCKING": "1"}})
+    assert [measure(tmp_path / "log", p)[0]["time_ok"] for p in (plan, blocking)] == ["yes", "no"]
+
+
 def test_the_command_writes_a_row_that_regress_reads(plan: Plan, tmp_path: Path, invoke: Any) -> None:
     plan.save(tmp_path / "plan.json")
     (tmp_path / "log.txt").write_text(MEGATRON)
