@@ -106,7 +106,7 @@ def assemble(
                 tail = _prediction_module(job, degrees, tail, runs[-1])
             kept = kept + tail.kept
             weight_pass = weight_pass + tail.weight_pass
-            loss = tail.transient if loss is None else maximum(loss, tail.transient + waiting_head_gradient(job, degrees) - freed)
+            loss = tail.transient if loss is None else maximum(loss, tail.transient + shared_gradient(job, degrees, "head") - freed)
             freed = freed + tail.kept
             above = above + tail.above
     together = job.execution.recompute_unit
@@ -130,7 +130,7 @@ def assemble(
     if boundary and job.execution.pipeline_output_kept:
         kept = kept + unit_memory(job, degrees, "boundary").kept
     buckets = Buckets(job, degrees, tuple((run.kind, run.count) for run in runs), first, last)
-    backward = backward + buckets.of_layers
+    backward = backward + buckets.of_layers + (waiting_for_embedding(job, degrees) if first and last else 0)
     if first:
         backward = maximum(backward, buckets.of_embedding + embedding.transient - freed)
     if last:
@@ -165,17 +165,22 @@ def _prediction_module(job: Job, degrees: Any, module: UnitMemory, last: Run) ->
     plain, layer = unit_memory(job, degrees, last.kind), unit_memory(job, degrees, last.kind, last.rule)
     head = unit_memory(job, degrees, "head")
     dropped = plain.kept - layer.kept
-    inside = dropped + layer.transient + waiting_head_gradient(job, degrees) - head.kept
+    inside = dropped + layer.transient + shared_gradient(job, degrees, "head") - head.kept
     transient = maximum(where(dropped > 0, head.transient, module.transient), inside)
     return replace(module, kept=module.kept - dropped, transient=transient)
 
 
-def waiting_head_gradient(job: Job, degrees: Any) -> Number:
-    """The gradient that a prediction module's loss leaves for the shared head: autograd adds up all uses of a weight before it gives
-    the sum away, and the model's own loss comes last (seen in the dry run of DeepSeek-V3)."""
+def waiting_for_embedding(job: Job, degrees: Any) -> Number:
+    """The gradient of the token embedding that waits for the lookup's, which comes last, where one backward goes through both ends:
+    a tied head's, or that of a prediction module's lookup."""
+    return shared_gradient(job, degrees, "embedding") if job.model.tied or job.model.mtp else 0
+
+
+def shared_gradient(job: Job, degrees: Any, weight: str) -> Number:
+    """What one use of ``head`` or ``embedding`` leaves until the last use's gradient is there: autograd adds up all uses of a weight
+    before it gives the sum away (seen in the dry run of DeepSeek-V3)."""
     execution, local = job.execution, Local(job, degrees)
-    tied = "embedding" if job.model.tied else "head"
-    if execution.dummy_weight_gradients or not job.trains(tied):
+    if execution.dummy_weight_gradients or not job.trains("embedding" if job.model.tied else weight):
         return 0
     width = job.model.embedding_width or job.model.hidden
     return execution.weight_gradient_bytes * local.bytes / 2 * vocab_rows(local) * width
@@ -208,14 +213,13 @@ def _unit_by_unit(
     freed: Number = 0
     missing: Number = 0
     loss: Number = 0
+    behind: Number = 0
     if once:
         missing = units.reduced_ends + sum(units.reduced(run.kind) * run.count for run in runs)
-    if last:
-        tail = unit_memory(job, degrees, "head")
-        loss = units.at_loss(runs[-1].kind, tail.transient) - missing if runs else tail.transient
-        freed = tail.kept
+    if last and runs:
+        loss, freed, behind = _losses_by_unit(job, degrees, units, runs[-1])
+        loss = loss - missing
     backward: Number = units.reducing_ends - kept
-    behind: Number = 0
     for place in range(len(runs) - 1, -1, -1):
         run = runs[place]
         unit = unit_memory(job, degrees, run.kind, run.rule)
@@ -234,6 +238,28 @@ def _unit_by_unit(
         missing = missing - units.reduced(run.kind) * run.count if once else 0
         backward = maximum(backward, units.reducing(run.kind) + unit.stream - freed - missing)
     return loss, backward
+
+
+def _losses_by_unit(job: Job, degrees: Any, units: Units, layer: Run) -> tuple[Number, Number, Number]:
+    """Of ``_unit_by_unit``: the most around the losses and in the backward of prediction modules (their layer follows the rule of
+    the model's last ``layer``), what is free when the model's layers begin, and the reduction's input that still lives then."""
+    head = unit_memory(job, degrees, "head")
+    if not job.model.mtp:
+        return units.at_loss(layer.kind, head.transient), head.kept, 0
+    inner = unit_memory(job, degrees, layer.kind, layer.rule)
+    again = maximum(inner.saved - inner.kept, 0)
+    most = units.at_loss("mtp", head.transient)
+    freed: Number = 0
+    behind: Number = 0
+    waits: Number = 0
+    for _ in range(job.model.mtp):
+        module = _prediction_module(job, degrees, unit_memory(job, degrees, "mtp"), layer)
+        most = maximum(most, head.transient + units.gathered_ends + waits + behind - freed)
+        inside = again + units.waiting(layer.kind, inner.waiting) + units.whole("mtp") + units.throughout
+        most = maximum(most, inside + behind - freed - head.kept)
+        freed, behind, waits = freed + module.kept, units.behind("mtp"), units.waiting_ends
+    ahead = units.ahead(layer.kind)
+    return maximum(most, head.transient + units.throughout + ahead + behind - freed), freed + head.kept, behind
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from cost_models.arrays import always_one, maximum, minimum, where
-from cost_models.layer_cost import Builder, Entry, LayerCost, Local
+from cost_models.builder import Builder, Entry
+from cost_models.layer_cost import LayerCost, Local
 from profiles.model import Attention, LatentAttention
 from profiles.operations import Attend, Matmul, Number, Pointwise
 

@@ -152,16 +152,18 @@ def run_schedule(
     job: Job, layout: Layout, chunks: Sequence[ChunkSeconds], updates: Sequence[Update], microbatches: int
 ) -> Timeline:
     """The schedule's timeline with these chunk times."""
-    execution = job.execution
-    transfer = boundary_seconds(job, layout)
-    plain = layout.schedule in ("gpipe", "1f1b")
-    blocking = execution.p2p_blocking if plain else not execution.p2p_overlap
+    transfer, blocking = boundary_seconds(job, layout), blocks_transfers(job, layout.schedule)
     return simulate(
         layout.schedule, layout.pp, layout.vpp, microbatches,
         [c.forward for c in chunks], [c.backward_input for c in chunks], [c.backward_weight for c in chunks], transfer,
         blocking=blocking, starts=[u.start for u in updates], ends=[u.end for u in updates],
         hidden_forward=[c.saving[0] for c in chunks], hidden_backward=[c.saving[1] for c in chunks],
     )  # fmt: skip
+
+
+def blocks_transfers(job: Job, schedule: str) -> bool:
+    """Whether a pipeline transfer keeps its sender busy."""
+    return job.execution.p2p_blocking if schedule in ("gpipe", "1f1b") else not job.execution.p2p_overlap
 
 
 def boundary_bytes(job: Job, layout: Layout) -> float:

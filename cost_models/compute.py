@@ -130,17 +130,18 @@ def architecture(gpu: str) -> str:
 @cache
 def kernel_table() -> dict[str, Any]:
     """``data/attention_kernels.yaml``: kernel -> architecture -> {value, origin, source}, and ``relative_to``."""
-    text = (resources.files("cost_models") / "data" / "attention_kernels.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.safe_load(text)
-    return table
+    return _table("attention_kernels")
 
 
 @cache
 def product_table() -> dict[str, Any]:
     """``data/product_speed.yaml``: library generation -> architecture -> {value, origin, source}."""
-    text = (resources.files("cost_models") / "data" / "product_speed.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.safe_load(text)
-    return table
+    return _table("product_speed")
+
+
+def _table(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((resources.files("cost_models") / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
 
 
 @cache

@@ -60,8 +60,13 @@ class Units:
         return "tied head" if self.job.model.tied and self.first else "head"
 
     def _ends(self, of: Callable[[str], Holding]) -> Number:
-        embedding = of("embedding").all if self.first else 0
+        embedding = of("embedding").all if self.first else of("tokens").all if self.last and self._looks_up else 0
         return embedding + (of(self._head).all if self.last else 0)
+
+    @property
+    def _looks_up(self) -> bool:
+        """Whether prediction modules have an embedding that is not the head."""
+        return self.job.model.mtp > 0 and not self.job.model.tied
 
     @property
     def ends(self) -> Number:
@@ -75,8 +80,19 @@ class Units:
 
     @property
     def throughout(self) -> Number:
-        """Bytes beside every layer's backward: the gathered ends, and the head's gradient."""
-        return self.job.gathered_element * self.ends + (self.own * self.trained(self._head).all if self.last else 0)
+        """Bytes beside every layer's backward."""
+        return self.gathered_ends + self.waiting_ends
+
+    @property
+    def gathered_ends(self) -> Number:
+        """Bytes of the gathered ends."""
+        return self.job.gathered_element * self.ends
+
+    @property
+    def waiting_ends(self) -> Number:
+        """Gradients that wait for the ends' reduction: the head's, and those of prediction modules' lookups."""
+        lookups = self.trained("tokens").all if self.last and self._looks_up else 0
+        return self.own * (lookups + (self.trained("head").all if self.last else 0))
 
     def whole(self, unit: int | str) -> Number:
         """A layer's own gathered parameters."""
@@ -122,7 +138,5 @@ class Units:
         """The fullest moment around the loss beyond what is kept: ``transient`` beside the ends and the last gather's buffer (of
         layer ``unit``); or the ends gathered again, in the buffer and in place, as the backward begins."""
         held = self.holding(unit)
-        return maximum(
-            transient + self.job.gathered_element * (self.ends + maximum(held.dense, held.expert)),
-            2 * self.job.gathered_element * self.ends,
-        )
+        last_gather = self.job.gathered_element * maximum(held.dense, held.expert)
+        return self.gathered_ends + maximum(transient + last_gather, self.gathered_ends)

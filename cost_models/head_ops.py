@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cost_models.arrays import ceil_div, maximum, minimum, where
-from cost_models.layer_cost import Builder, LayerCost, Local
+from cost_models.builder import Builder
+from cost_models.layer_cost import LayerCost, Local
 from profiles.operations import Matmul, Number, Pointwise
 
 

@@ -12,10 +12,11 @@ from operator import add
 
 from cost_models.arrays import where
 from cost_models.attention_ops import attention_operations, latent_attention_operations
+from cost_models.builder import Builder, Entry
 from cost_models.head_ops import embedding_operations as _embedding
 from cost_models.head_ops import head_operations as _head
 from cost_models.job import Job
-from cost_models.layer_cost import Builder, Degrees, Entry, LayerCost, Local, Saved, axis_ranks
+from cost_models.layer_cost import Degrees, LayerCost, Local, Saved, axis_ranks
 from cost_models.mlp_ops import mlp_operations
 from cost_models.moe_ops import moe_operations
 from cost_models.recurrent_ops import linear_attention_operations, state_space_operations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cost_models.layer_cost import Builder, Entry, LayerCost, Local
+from cost_models.builder import Builder, Entry
+from cost_models.layer_cost import LayerCost, Local
 from profiles.model import Mlp
 from profiles.operations import Number
 

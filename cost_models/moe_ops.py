@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from cost_models.arrays import ceil_div, maximum, where
+from cost_models.builder import Builder, Entry, Gradients
 from cost_models.job import Job
-from cost_models.layer_cost import Builder, Entry, Gradients, LayerCost, Local
+from cost_models.layer_cost import LayerCost, Local
 from cost_models.mlp_ops import activation, activation_gradients, projections
 from profiles.model import Moe
 from profiles.operations import Number

@@ -8,7 +8,8 @@ tokens for heads around the scan.
 from __future__ import annotations
 
 from cost_models.arrays import maximum
-from cost_models.layer_cost import Builder, Entry, LayerCost, Local
+from cost_models.builder import Builder, Entry
+from cost_models.layer_cost import LayerCost, Local
 from profiles.model import LinearAttention, StateSpace
 from profiles.operations import Matmul, Number, Pointwise
 

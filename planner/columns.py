@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.chunks import blocks_transfers
 from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.layout import V_SHAPED, Layout, Recompute, RecomputeRule
@@ -220,11 +221,6 @@ def _units(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> Units:
         np.array([row[0].paired_saving[0] for row in table]), np.array([[u.paired_saving[1] for u in row] for row in table]),
         (one.f, one.b, one.w), tuple(heads),  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def blocks_transfers(job: Job, schedule: str) -> bool:
-    """Whether a transfer keeps its sender busy (``cost_models.step.run_schedule``)."""
-    return job.execution.p2p_blocking if schedule in ("gpipe", "1f1b") else not job.execution.p2p_overlap
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby
 
-from cost_models.layout import pairs
+from cost_models.layout_text import pairs
 
 LONG = {"stages": 24, "recompute": 48}
 """Characters of a value beyond which it is counted."""

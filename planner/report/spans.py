@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_models.chunks import boundary_seconds, chunk_seconds, rank_updates, run_schedule
+from cost_models.chunks import blocks_transfers, boundary_seconds, chunk_seconds, rank_updates, run_schedule
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.passes import PassSeconds, layer_key, unit_seconds
+from cost_models.units import Unit
 from planner.plan import Plan
 
 NAMES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "BW": "backward"}
@@ -89,7 +90,7 @@ def simulate(job: Job, layout: Layout, step_seconds: float, most: int = MOST_ACT
 def _shares(job: Job, layout: Layout) -> list[Mapping[str, float]]:
     """By chunk and kind, the share of a pass that is exposed communication (transfers that block it included)."""
     key = layer_key(job, layout)
-    wait = boundary_seconds(job, layout) if _blocking(job, layout) else 0.0
+    wait = boundary_seconds(job, layout) if blocks_transfers(job, layout.schedule) else 0.0
     out: list[Mapping[str, float]] = []
     for chunk, cost in enumerate(chunk_seconds(job, layout)):
         waits = {"F": 0.0, "B": 0.0, "W": 0.0}
@@ -110,16 +111,10 @@ def _share(part: float, whole: float) -> float:
     return min(1.0, part / whole) if whole else 0.0
 
 
-def _exposed(job: Job, key: Layout, unit: int, rule: RecomputeRule) -> dict[str, float]:
+def _exposed(job: Job, key: Layout, unit: Unit, rule: RecomputeRule) -> dict[str, float]:
     found = unit_seconds(job, key, unit, rule)
 
     def waits(*passes: PassSeconds) -> float:
         return sum(sum(one.exposed.values()) for one in passes)
 
     return {"F": waits(found.forward), "B": waits(found.recompute, found.backward_input), "W": waits(found.backward_weight)}
-
-
-def _blocking(job: Job, layout: Layout) -> bool:
-    """Whether a stage stands still while it sends (``cost_models.chunks.run_schedule``)."""
-    plain = layout.schedule in ("gpipe", "1f1b")
-    return job.execution.p2p_blocking if plain else not job.execution.p2p_overlap
