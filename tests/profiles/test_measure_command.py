@@ -202,3 +202,13 @@ def test_collectives_of_a_cluster_with_their_algorithm_and_protocol() -> None:
     assert "NVLS tree" in run("clusters", "collectives", "h100-sxm:4x8")[1]
     result = CliRunner().invoke(cli.cli, ["clusters", "collectives", "h100-sxm:1x8", "--ranks", "4", "--stride", "4"])
     assert isinstance(result.exception, InputError)
+
+
+def test_the_kept_profile_of_a_machine_predicts_products_it_has_not_seen_within_15_percent() -> None:
+    kept = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "profile_here.json").read_text())
+    assert kept["command"] == "axisplan profile gpu --processes 1 --seconds 100 --json"
+    for dtype in ("fp32", "bf16"):
+        assert kept["held_out"][f"matmul {dtype}"]["median"] < 0.15
+        assert kept["held_out"][f"matmul {dtype}"]["count"] >= FEWEST_JUDGES
+    assert set(kept["held_out"]) >= {"attention forward fp32", "attention backward fp32", "memory traffic", "launch"}
+    assert kept["noise"]["noisy"] == (kept["noise"]["spread"] > 0.1 or kept["noise"]["others"] > 0.1)
