@@ -28,6 +28,11 @@ def kind_of(cluster: ClusterSpec, wish: str) -> Kind:
     return "cuda" if wish == "cuda" else "cpu"
 
 
+def as_planned(cluster: ClusterSpec, wish: str) -> bool:
+    """Whether a run computes on the kind of device that its plan is for: what it measures is then of that cluster."""
+    return kind_of(cluster, wish) == kind_of(cluster, "plan")
+
+
 def check(cluster: ClusterSpec, wish: str, processes: int, *, alone: bool) -> list[str]:
     """Whether this machine has the devices for ``processes`` of a plan, which are all of it where ``alone``; what is worth saying.
 
@@ -38,8 +43,9 @@ def check(cluster: ClusterSpec, wish: str, processes: int, *, alone: bool) -> li
     if alone and hosts > 1 and wish == "plan":
         rule = f"{asked} and axisplan run starts the processes of one; emit it and start launch.sh on each, or run all of it here"
         raise InputError("--device", wish, rule, "cpu")
+    said = [] if as_planned(cluster, wish) else [f"{asked}, not on {wish}: no MFU, and no row of measurements"]
     if kind_of(cluster, wish) == "cpu":
-        return []
+        return said
     import torch
 
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -49,8 +55,8 @@ def check(cluster: ClusterSpec, wish: str, processes: int, *, alone: bool) -> li
     least = min(torch.cuda.get_device_properties(n).total_memory for n in range(processes))
     if not cluster.gpu.is_host and least < ENOUGH * cluster.gpu.memory_bytes:
         name, wanted = torch.cuda.get_device_name(0), float(cluster.gpu.memory_bytes)
-        return [f"{asked} of {wanted / GIB:.0f} GiB, here are {name} of {least / GIB:.0f} GiB: it may not fit"]
-    return []
+        said.append(f"{asked} of {wanted / GIB:.0f} GiB, here are {name} of {least / GIB:.0f} GiB: it may not fit")
+    return said
 
 
 def device_of_rank(kind: Kind, local_rank: int) -> torch.device:

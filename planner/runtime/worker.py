@@ -50,7 +50,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from planner.emit.logs import append_row
     from planner.plan import Plan, digest
     from planner.runtime import feedback, loop
-    from planner.runtime.devices import backend_of, check, device_of_rank, kind_of
+    from planner.runtime.devices import as_planned, backend_of, check, device_of_rank, kind_of
     from planner.runtime.journal import Journal
     from planner.traces import write_trace
 
@@ -68,7 +68,8 @@ def _train(arguments: argparse.Namespace) -> int:
     def trace(spans: list[dict[str, Any]]) -> None:
         write_trace(plan, arguments.trace, journal.records, spans)
 
-    ideal, layout = ideal_seconds(ran, plan.layout_object), plan.layout_object
+    layout, planned = plan.layout_object, as_planned(job.cluster, settings.device)
+    ideal = ideal_seconds(ran, layout) if planned else None
     loop.run(
         job.model,
         layout,
@@ -79,7 +80,7 @@ def _train(arguments: argparse.Namespace) -> int:
         spans=trace if arguments.trace is not None else None,
     )
     journal.close()
-    if journal.records and settings.out is not None:
+    if journal.records and settings.out is not None and planned:
         row = feedback.row(plan, journal.records, f"{job.model.name}-{digest([plan.inputs, plan.layout_text])[:12]}")
         for path in filter(None, (settings.out / "runs.csv", arguments.runs)):
             append_row(path, row)

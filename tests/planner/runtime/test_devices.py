@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from planner.runtime.devices import backend_of, check, device_of_rank, kind_of
+from planner.runtime.launch import launch
 from planner.runtime.metrics import Clock, Memory
 from profiles.errors import InputError
 from profiles.hardware import load_cluster
@@ -47,7 +48,8 @@ def test_a_plan_for_gpus_that_are_not_here_is_refused_in_one_line(monkeypatch: p
         "--device: 'plan': the plan is for 8 x h100-sxm-80gb on 1 machine, 8 processes start here, and this machine has "
         f"{found}; nearest: cpu"
     )
-    assert check(GPUS, "cpu", 8, alone=True) == []
+    told = ["the plan is for 8 x h100-sxm-80gb on 1 machine, not on cpu: no MFU, and no row of measurements"]
+    assert check(GPUS, "cpu", 8, alone=True) == told
 
 
 def test_gpus_that_are_here_are_taken_and_smaller_ones_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +58,9 @@ def test_gpus_that_are_here_are_taken_and_smaller_ones_are_told(monkeypatch: pyt
     pretend(monkeypatch, 8, 40)
     (said,) = check(GPUS, "plan", 8, alone=True)
     assert said.endswith("here are NVIDIA Pretended of 40 GiB: it may not fit")
-    assert check(CPUS, "cuda", 2, alone=True) == []
+    assert check(CPUS, "cuda", 2, alone=True) == [
+        "the plan is for 2 x cpu on 1 machine, not on cuda: no MFU, and no row of measurements"
+    ]
 
 
 def test_a_plan_for_several_machines_is_not_run_on_one_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +71,7 @@ def test_a_plan_for_several_machines_is_not_run_on_one_unasked(monkeypatch: pyte
     ):
         check(many, "plan", 16, alone=True)
     assert check(many, "plan", 8, alone=False) == []
-    assert check(many, "cpu", 16, alone=True) == []
+    assert len(check(many, "cpu", 16, alone=True)) == 1
 
 
 @pytest.mark.parametrize("command", ["run", "worker start torchrun"])
@@ -82,6 +86,21 @@ def test_run_and_launch_sh_refuse_alike_before_any_process_starts(
     assert said.startswith("axisplan: --device: 'plan': the plan is for 8 x h100-sxm-80gb")
     assert "\n" not in said.strip()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_plan_for_gpus_on_processors_trains_and_measures_nothing_of_its_cluster(tmp_path: Path) -> None:
+    path = folder(tmp_path, "dp=2", 2, cluster="h100-sxm:1x2")
+    records: list[dict[str, Any]] = []
+    launch(
+        ["train", str(path / "plan.json"), "--settings", str(path / "train.json"), "--device", "cpu"],
+        2,
+        records.append,
+        timeout=200,
+    )
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert not any("mfu" in r for r in records)
+    assert not (path / "run" / "runs.csv").exists()
 
 
 class Event:
