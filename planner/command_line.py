@@ -226,6 +226,8 @@ def make_job(
     if gpus is not None:
         spec = spec.with_gpus(gpus)
     shapes = load_model(model)
+    if moe_imbalance is not None and shapes.moe is None:
+        raise InputError("--moe-imbalance", moe_imbalance, f"{shapes.name} has no experts whose tokens could be unequal", None)
     job = Job(
         model=shapes,
         cluster=spec,

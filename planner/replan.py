@@ -1,7 +1,7 @@
 """A new plan after the number of GPUs has changed: the best one that can load the checkpoint, and what changes.
 
 What a target's checkpoint asks of the layout that loads it is data (``planner/data/checkpoints.yaml``). The global batch is kept where
-some layout of the new GPUs divides it; else the nearest batch that does is taken, and said so.
+some layout of the new GPUs divides it; else the nearest batch that does is taken and the plan warns of it, unless it is to be kept.
 """
 
 from __future__ import annotations
@@ -61,28 +61,37 @@ def kept_fields(job: Job, layout: Layout) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in row["keep"]}
 
 
-def replan(plan: Plan, gpus: int, *, global_batch: int | None = None, pins: str = "", top: int = 3, prove: bool = False) -> Replan:
+def replan(
+    plan: Plan,
+    gpus: int,
+    *,
+    global_batch: int | None = None,
+    keep_batch: bool = False,
+    pins: str = "",
+    top: int = 3,
+    prove: bool = False,
+) -> Replan:
     """The best plan on ``gpus`` GPUs of the same cluster that loads the checkpoints of ``plan``.
 
-    ``global_batch``: sequences, instead of the old ones. Raises InputError where no legal layout remains (the fields that the checkpoint
-    fixes are named), DoesNotFit where none fits.
+    ``global_batch``: sequences, instead of the old ones; ``keep_batch``: no others. Raises InputError where no legal layout remains (the
+    fields that the checkpoint fixes are named), DoesNotFit where none fits.
     """
+    if keep_batch and global_batch:
+        raise InputError("--keep-batch", True, "and --global-batch exclude each other", None)
     job, layout = plan.job(), plan.layout_object
     there = replace(job, cluster=job.cluster.with_gpus(gpus))
     kept = kept_fields(job, layout)
     wishes = ",".join(x for x in (pins, *(f"{k}={v}" for k, v in kept.items())) if x)
     notes = [checkpoint_rules()[limits_of(job).target]["says"]]
-    batches = [global_batch] if global_batch else [job.global_batch, *nearest_batches(job, layout, gpus)]
+    near = nearest_batches(job, layout, gpus)
+    batches = [global_batch or job.global_batch, *([] if global_batch or keep_batch else near)]
     found = _first(PlanRequest(there, pins=wishes, top=top, prove=prove, offload=bool(layout.offload)), batches)
     chosen = found.job_settings.global_batch
-    if chosen != job.global_batch:
-        why = "as asked" if global_batch else f"no layout of {gpus} GPUs divides {job.global_batch}"
-        notes.append(
-            f"global batch {job.global_batch} -> {chosen} sequences ({why}): {chosen / job.global_batch - 1:+.1%} tokens a step"
-        )
-    else:
+    if chosen != job.global_batch and not global_batch:
+        found = found.model_copy(update={"warnings": [_another_batch(job.global_batch, chosen, gpus, near), *found.warnings]})
+    elif chosen == job.global_batch:
         slower = plan.estimate["tokens_per_second_per_gpu"] / found.estimate["tokens_per_second_per_gpu"]
-        others = [b for b in nearest_batches(job, layout, gpus) if b != chosen]
+        others = [b for b in near if b != chosen]
         if slower > WORTH_SAYING and others and not global_batch:
             notes.append(
                 f"the kept batch of {chosen} divides badly over {gpus} GPUs (each trains {1 - 1 / slower:.0%} slower than before);"
@@ -90,6 +99,16 @@ def replan(plan: Plan, gpus: int, *, global_batch: int | None = None, pins: str 
             )
     notes += padding_notes(job, layout, found.layout_object)
     return Replan(found, tuple(changes(plan, found)), tuple(notes))
+
+
+def _another_batch(old: int, new: int, gpus: int, near: list[int]) -> str:
+    """What a batch that had to change means for the training, and the choices there are."""
+    others = ", ".join(str(b) for b in near if b != new)
+    return (
+        f"the global batch changes from {old} to {new} sequences ({new / old - 1:+.1%} tokens a step), because no layout of {gpus} GPUs that"
+        f" loads the checkpoint divides {old}: learning rate and schedule were for the old one; --global-batch takes another ({others}),"
+        " --keep-batch refuses to change it"
+    )
 
 
 def _first(request: PlanRequest, batches: list[int]) -> Plan:

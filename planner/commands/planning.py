@@ -146,10 +146,11 @@ def sweep(
         screen_whatif.show_sweep(screen.console(), rows, candidates)
 
 
-@command("replan", "axisplan replan plan.json --gpus 480 --out new-plan.json")
+@command("replan", "axisplan replan plan.json --gpus 480 --out new-plan.json\naxisplan replan plan.json --gpus 480 --keep-batch")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--gpus", type=Tokens(), required=True, help="GPUs that are left (or there now).")
 @click.option("--global-batch", type=Tokens(), help="Sequences a step (default: the old one where it divides, else the nearest).")
+@click.option("--keep-batch", is_flag=True, help="Fail rather than train with another global batch.")
 @click.option("--pin", "pins", default="", metavar="KEY=VALUE,...", help="Fix or cap keys of the layout.")
 @click.option("--prove", is_flag=True, help="Go on until the gap is closed (1e-4).")
 @top_option

@@ -40,8 +40,15 @@ def test_a_batch_that_no_layout_divides_becomes_the_nearest_and_it_is_said():
     plan = solve(PlanRequest(one, pins="pp=1,tp=1,cp=1", top=0))
     found = replan(plan, 3, pins="pp=1,tp=1,cp=1")
     assert found.plan.job_settings.global_batch == 9
-    assert any("global batch 8 -> 9" in note and "no layout of 3 GPUs divides 8" in note for note in found.notes)
-    assert replan(plan, 3, global_batch=12, pins="pp=1,tp=1,cp=1").plan.job_settings.global_batch == 12
+    said = found.plan.warnings[0]
+    assert "from 8 to 9 sequences (+12.5% tokens a step)" in said and "--keep-batch" in said and "takes another (6, 12, 3)" in said
+    assert {c.field: (c.before, c.after) for c in found.changes}["global_batch"] == (8, 9)
+    asked = replan(plan, 3, global_batch=12, pins="pp=1,tp=1,cp=1").plan
+    assert asked.job_settings.global_batch == 12 and not any("global batch changes" in w for w in asked.warnings)
+    with pytest.raises(InputError, match="micro_batch"):
+        replan(plan, 3, keep_batch=True, pins="pp=1,tp=1,cp=1")
+    with pytest.raises(InputError, match="exclude each other"):
+        replan(plan, 3, keep_batch=True, global_batch=12)
 
 
 def test_nearest_batches_divide_over_the_data_parallelism_that_is_left(old):
