@@ -1,11 +1,12 @@
 """Tokens/s of the runtime against the plainest PyTorch that does the same, on 4 CPU processes, interleaved pair by pair.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/bench_runtime.py [--pairs 10] [--only dp4,tp4,pp4,cp4,...]
+    torchrun --standalone --nproc-per-node 4 benchmarks/bench_runtime.py [--pairs 10] [--only dp4,tp4,pp4,cp4,...] [--save]
 
 dp4: DistributedDataParallel and AdamW. tp4: DTensor styles (parallelize_module). pp4: PipelineStage with Schedule1F1B, gradients clipped
 by the norm over all stages. cp4: SDPA on gathered keys and values, against the runtime's own gathering kind; cp4-ring, cp4-ulysses and
 cp4-both: the runtime's other kinds against that same program (a ring keeps a quarter of the keys and values, and passes them on again in
-backward). Prints a ratio (above 1: the runtime is faster) with its 95 % interval; a defect when all of it is below 0.95.
+backward). Prints a ratio (above 1: the runtime is faster) with its 95 % interval; a defect when all of it is below 0.95. ``--save``: each
+case's row of benchmarks/results/runtime.csv is written anew.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,10 +32,24 @@ from cost_models.layout import Layout
 from planner.runtime.data import Batch
 from planner.runtime.settings import TrainSettings
 from planner.runtime.train import Trainer
+from profiles.files import write_text
 from profiles.model import Attention, Layer, Mlp, uniform
 
 HIDDEN, LAYERS, HEADS, KV, FFN, VOCAB, SEQ, BATCH = 256, 4, 8, 4, 704, 512, 256, 8
 WIDTH = HIDDEN // HEADS
+RESULTS = Path(__file__).resolve().parent / "results" / "runtime.csv"
+COLUMNS = [
+    "case",
+    "layout",
+    "pairs",
+    "tokens_per_second",
+    "ratio",
+    "low",
+    "high",
+    "ratio_by_processor",
+    "low_by_processor",
+    "high_by_processor",
+]
 T_95 = {9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 29: 2.045}
 
 
@@ -198,10 +214,18 @@ def interval(logs: list[float]) -> tuple[float, float, float]:
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
+def save(row: list[str]) -> None:
+    """Put a case's row into the table, in the place of its former one."""
+    before = [line.split(",") for line in RESULTS.read_text(encoding="utf-8").splitlines()[1:]] if RESULTS.exists() else []
+    rows = sorted([line for line in before if line[0] != row[0]] + [[cell.replace(",", ";") for cell in row]])
+    write_text(RESULTS, "".join(",".join(line) + "\n" for line in (COLUMNS, *rows)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--only", default=",".join(LAYOUTS))
+    parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -220,11 +244,15 @@ def main() -> None:
         if dist.get_rank() == 0:
             ratio, low, high = interval(logs)
             by_work, least, most = interval(used)
+            speed = BATCH * SEQ / statistics.median(mine)
             print(
-                f"{name}: {BATCH * SEQ / statistics.median(mine):8.0f} tokens/s, {ratio:.2f} x plain (95 %: {low:.2f} to {high:.2f}) "
+                f"{name}: {speed:8.0f} tokens/s, {ratio:.2f} x plain (95 %: {low:.2f} to {high:.2f}) "
                 f"{'DEFECT' if high < 0.95 else 'ok'}; by processor seconds of all ranks {by_work:.2f} ({least:.2f} to {most:.2f})",
                 flush=True,
             )
+            if arguments.save:
+                figures = (ratio, low, high, by_work, least, most)
+                save([name, LAYOUTS[name], str(arguments.pairs), f"{speed:.0f}", *(f"{x:.3f}" for x in figures)])
     dist.destroy_process_group()
 
 
