@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cost_models.layout import Layout, even_split
+from cost_models.states import layer_weights
 from planner.emit.megatron.layout import layout_string
 from planner.emit.megatron.reading import layers_of
 from planner.legality import check, evaluation_violations, limits_of, padded_vocab, read_layout, ulysses_degrees, violations
@@ -27,6 +28,19 @@ def test_b01_kv_heads_bound_tp_where_they_are_not_replicated() -> None:
     megatron = job("qwen3-30b-a3b", "h100-sxm:1x8", 4096, 64, "megatron")
     assert broken(violations(megatron, read_layout(megatron, "tp=8,etp=1")), "kv_heads_divide_tp") is None
 
+    def shared(execution: str, tp: int) -> int:
+        """Elements of K's and V's matrices on a rank: all of attention's less query and output."""
+        of = job("qwen3-30b-a3b", "h100-sxm:1x8", 4096, 64, execution)
+        weights = layer_weights(of.model, of.model.layer(0))
+        held = sum(
+            w.local(Layout(tp=tp, sp=True), of.execution) for w in weights if w.part == "attention" and w.rows > 1 and w.columns > 1
+        )
+        return held - 2 * 2048 * 32 * 128 // tp
+
+    whole = 2 * 2048 * 4 * 128
+    assert shared("axisplan", 4) == shared("axisplan", 8) == whole // 4, "a head is replicated, not cut"
+    assert shared("megatron", 8) == whole // 8, "Megatron-Core's one matrix of Q, K and V is cut evenly, and heads gathered"
+
 
 @pytest.mark.parametrize(
     ("heads", "kv", "legal"),
@@ -46,7 +60,12 @@ def test_b02_a_refusal_names_the_heads_that_failed() -> None:
     for degree, rule in ((5, "kv_heads_divide_ulysses"), (3, "query_heads_divide_ulysses")):
         j = job(decoder(heads=40, kv_heads=8, hidden=320), f"h100-sxm:{degree}x8", 15360, 40)
         layout = Layout(cp=degree, cp_kind="ulysses", dp_shard=8)
-        assert broken(violations(j, layout), rule) is not None
+        wrong = broken(violations(j, layout), rule)
+        assert wrong is not None
+        assert ("8 KV heads" if rule.startswith("kv") else "40 query heads") in wrong.message
+    both = job(decoder(heads=40, kv_heads=8, hidden=320), "h100-sxm:4x4", 15360, 40)
+    beside = broken(violations(both, Layout(tp=2, cp=8, cp_kind="ulysses", sp=True)), "query_heads_divide_ulysses")
+    assert beside is not None and "tp" in beside.message, "heads divide by tp * cp"
 
 
 def test_b03_etp_left_out_is_tp_for_megatron_and_the_message_says_so() -> None:
@@ -61,12 +80,18 @@ def test_b03_etp_left_out_is_tp_for_megatron_and_the_message_says_so() -> None:
     assert nearest is not None and nearest.field == "ep" and nearest.nearest == 4
 
 
-@pytest.mark.parametrize(("ep", "edp_shard"), [(4, 2), (8, 1)])
-def test_b04_experts_are_cut_out_of_the_replica(ep: int, edp_shard: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "edp_shard"),
+    [
+        ("tp=2,cp=2,dp_shard=2,ep=4", 2), ("tp=2,cp=2,dp_shard=2,ep=8", 1), ("dp_shard=8,ep=8", 1), ("tp=2,dp_shard=4,ep=2", 4),
+        ("tp=2,cp=2,dp_shard=2,ep=16", None), ("dp_shard=8,cp=8", None),
+    ],
+)  # fmt: skip
+def test_b04_six_layouts_are_legal_or_not_and_say_how_far_experts_are_sharded(text: str, edp_shard: int | None) -> None:
     j = job("qwen3-30b-a3b", "h100-sxm:1x8", 4096, 64, "torchtitan")
-    layout = read_layout(j, f"tp=2,cp=2,dp_shard=2,ep={ep}")
-    assert not violations(j, layout)
-    assert layout.edp_shard == edp_shard
+    layout = read_layout(j, text)
+    assert bool(violations(j, layout)) == (edp_shard is None)
+    assert edp_shard is None or layout.edp_shard == edp_shard
 
 
 def test_b04_world_products_are_refused() -> None:
@@ -114,6 +139,7 @@ def test_b13_mtp_before_the_last_stage_is_refused_where_it_is_read() -> None:
 def test_b06_stages_hold_every_layer(layers: int, pp: int) -> None:
     assert sum(even_split(layers, pp)) == layers
     j = job(decoder(layers=layers), f"h100-sxm:{pp}x8", 64, 64 * pp, "megatron")
+    assert sum(layers_of(layout_string(even_split(layers, pp), 0))) == layers
     short = Layout(pp=pp, dp_shard=8, stages=(layers // pp,) * pp)
     assert (broken(violations(j, short), "stages_hold_all_layers") is not None) == (layers % pp != 0)
 
@@ -178,6 +204,10 @@ def test_b15_capabilities_are_refused_with_the_target_named() -> None:
         assert wrong is not None and "megatron" in wrong.message
     mla = job("deepseek-v3", "h100-sxm:2x8", 4096, 64, "megatron")
     assert broken(violations(mla, read_layout(mla, "cp=2,cp_kind=ulysses,etp=1")), "latent_attention_and_ulysses") is not None
+    space = Space(fsdp)
+    sharded = [(p, s) for p in space.prefixes for s in space.shards(p) if s.zero == 3]
+    assert sharded and all(p.tp == p.pp == 1 for p, _ in sharded), "pruned before anything is costed"
+    assert all(p.ulysses == 1 for p in Space(mla).prefixes)
 
 
 def test_b17_a_batch_that_does_not_divide_proposes_the_nearest() -> None:

@@ -101,3 +101,11 @@ def test_d06_a_capacity_factor_bounds_the_tokens_of_every_expert():
     assert rows(2.0) == {2.0 * each}
     assert rows(1.0) == {each}
     assert rows(0.0) == {1.5 * each}
+    kept, seconds = zip(
+        *(
+            (stage_memory(base, layout)[0].activations, estimate(base, layout, detail=False).step_seconds)
+            for layout in (Layout(ep=4, dp_shard=4, micro_batch=4, capacity=c) for c in (1.0, 2.0, 4.0))
+        ),
+        strict=True,
+    )
+    assert kept[0] < kept[1] < kept[2] and seconds[0] < seconds[2]

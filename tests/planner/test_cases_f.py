@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cost_models.memory import stage_memory
+from cost_models.passes import HEAD, unit_seconds
+from cost_models.states import layer_weights
 from cost_models.step import estimate
 from planner.legality import read_layout, violations
 from planner.solve import PlanRequest, solve
@@ -49,6 +51,16 @@ def test_f03_a_heavy_head_takes_layers_off_the_last_stage(heavy_head):
     assert stages[-1] < min(stages[:-1])
     even = estimate(heavy_head, plan.layout_object.with_(stages=(4, 4, 4, 4)))
     assert plan.step_seconds < 0.95 * even.step_seconds
+
+
+def test_f03_a_head_of_256k_rows_weighs_and_lasts_as_long_as_two_layers_and_more():
+    """Command R: hidden 8192, 256,000 rows, MLP of 22,528: V h over a layer's parameters is 2.55."""
+    spec = decoder(layers=40, hidden=8192, heads=64, head_dim=128, width=22_528, vocab=256_000, tied=True)
+    layer = sum(w.elements for w in layer_weights(spec, spec.layer(0)))
+    assert 256_000 * 8192 / layer == pytest.approx(2.55, abs=0.01)
+    of = job(spec, "h100-sxm:1x8", 4096, 64)
+    head, one = (unit_seconds(of, read_layout(of, "pp=8"), unit) for unit in (HEAD, 0))
+    assert 2 < (head.f + head.b + head.w) / (one.f + one.b + one.w) < 4
 
 
 def test_f04_every_layer_stands_on_one_stage_and_the_ends_carry_embedding_and_head(heavy_head):
