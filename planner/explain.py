@@ -14,6 +14,7 @@ from cost_models.formulas import memory_formulas
 from cost_models.job import GIB, Job
 from cost_models.layout import Layout
 from cost_models.state_bytes import table
+from cost_models.states import embedding_weights
 from cost_models.step import StepEstimate, estimate
 from cost_models.uncertainty import chance_faster, flipping_cause
 from planner.legality import binding_category, read_layout, violations
@@ -43,7 +44,7 @@ def explain(plan: Plan, why: str | None = None) -> dict[str, Any]:
         "certificate": plan.certificate.model_dump(),
         "memory_formulas": [asdict(f) for f in memory_formulas(job, layout, binding_stage(chosen))],
         "checkpoint": asdict(checkpoint_bytes(job, layout)) if job.execution.name == "axisplan" else None,
-        "execution": execution_facts(job),
+        "execution": [*execution_facts(job), vocabulary(job, layout)],
         "constants": [dict(zip(("field", "value", "unit", "origin", "source"), row, strict=True)) for row in describe(job.cluster)],
         "guessed": list(chosen.guessed),
     }
@@ -140,6 +141,15 @@ def execution_facts(job: Job) -> list[dict[str, Any]]:
     """The execution's facts that have a source, with it."""
     execution = job.execution
     return [{"fact": k, "value": str(getattr(execution, k)), "source": s} for k, s in sorted(dict(execution.sources).items())]
+
+
+def vocabulary(job: Job, layout: Layout) -> dict[str, Any]:
+    """How the vocabulary's rows are padded and split under ``layout``."""
+    model, execution = job.model, job.execution
+    (rows,) = (w.local(layout, execution) // w.columns for w in embedding_weights(model) if w.name == "embedding")
+    padded = rows * layout.tp if execution.vocab_parallel else rows
+    text = f"{model.vocab} rows, {padded} with padding, {rows} a rank"
+    return {"fact": "vocabulary", "value": text, "source": f"padded to a multiple of {execution.vocab_multiple} x tp"}
 
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")

@@ -10,7 +10,7 @@ import pytest
 from cost_models.job import Job
 from cost_models.memory import stage_memory
 from cost_models.step import estimate
-from planner.explain import binding, bytes_table, explain, time_remedy, why_not
+from planner.explain import binding, bytes_table, explain, time_remedy, vocabulary, why_not
 from planner.legality import read_layout
 from planner.plan import Plan
 from planner.remedies import REMEDIES
@@ -143,3 +143,12 @@ def test_the_command_explains_a_plan_another_layout_and_the_table(plan, invoke, 
     code, _, err = invoke("explain")
     assert (code, "plan" in err) == (2, True)
     assert invoke("explain", str(path), "--why", "xp=2")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "padded", "rows"), [(151_669, 4, 152_064, 38_016), (128_256, 8, 129_024, 16_128), (32_000, 2, 32_000, 16_000)]
+)
+def test_the_vocabulary_is_shown_with_its_padding_and_rows_a_rank(vocab: int, tp: int, padded: int, rows: int) -> None:
+    of = job(decoder(heads=8, vocab=vocab), "h100-sxm:1x8", 512, 16, "megatron")
+    shown = vocabulary(of, read_layout(of, f"tp={tp}"))["value"]
+    assert shown == f"{vocab} rows, {padded} with padding, {rows} a rank"
