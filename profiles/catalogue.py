@@ -126,8 +126,11 @@ def _aliases(kind: str) -> dict[str, str]:
 
 
 def _resolve(kind: str, field: str, text: str) -> str:
+    name: str | None = text.strip().lower()
+    if name in _names(kind):  # the other files need not be read
+        return name
     known = _aliases(kind)
-    name = known.get(text.strip().lower())
+    name = known.get(name)
     if name is None:
         nearest = difflib.get_close_matches(text.lower(), known, 3, 0.4)
         listed = list(dict.fromkeys(known[match] for match in nearest))
@@ -341,7 +344,7 @@ def describe(thing: ClusterSpec | GpuProfile | Link) -> list[Row]:
         for pool_gpu in [pool.gpu for pool in thing.pools] or [thing.gpu]:
             rows += [(f"{pool_gpu.name}.{row[0]}", *row[1:]) for row in describe(pool_gpu)]
         for level in thing.levels:
-            rows += [(f"{level.name}.{row[0]}", *row[1:]) for row in describe(level.link)]
+            rows += [(f"{level.name}.{row[0]}", *row[1:]) for row in [*_level_rows(level), *describe(level.link)]]
         rows += [_row("host_memory_bytes", thing.host_memory_bytes), _row("price_per_gpu_hour", thing.price_per_gpu_hour)]
         return rows
     if isinstance(thing, GpuProfile):
@@ -350,16 +353,26 @@ def describe(thing: ClusterSpec | GpuProfile | Link) -> list[Row]:
         rows += [_row(f"peak.{dtype}", constant) for dtype, constant in thing.peaks.items()]
         for dtype, curve in thing.curves.items():
             rows += _curve_rows(f"matmul.{dtype}", curve)
-        for dtype, grouped in thing.grouped.items():
+        for dtype, grouped in thing.grouped_curves.items():
             rows += _curve_rows(f"grouped.{dtype}", grouped)
         return rows + _curve_rows("attention", thing.attention)
     rows.append(_row("peak_bytes_per_second", thing.peak_bytes_per_second))
-    for name in ("hop_seconds", "tree_efficiency", "peer_seconds"):
+    for name in ("hop_seconds", "tree_efficiency", "peer_seconds", "rails"):
         if getattr(thing, name) is not None:
             rows.append(_row(name, getattr(thing, name)))
     for kind, curves in thing.curves.items():
         for row in curves:
             rows += _curve_rows(f"{kind}[{row.ranks}]", row)
+    return rows
+
+
+def _level_rows(level: Level) -> list[Row]:
+    """What a cluster says of a domain: its shape, and what slows its link beyond the curves."""
+    rows: list[Row] = [("size", level.size, "GPUs of one domain", "datasheet", "the shape of the cluster, as named or in its file")]
+    if level.link.network:
+        rows.append(("oversubscription", level.oversubscription, "x below / through", "estimate", "the cluster's file; 1: none"))
+        rate = 1.0 if level.rail_optimised else level.off_rail
+        rows.append(("off_rail", rate, "of the achieved rate", "estimate", "the cluster's file; 1: rail-optimised"))
     return rows
 
 

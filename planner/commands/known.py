@@ -35,6 +35,7 @@ def inspect(model: str, seq_len: int | None, as_json: bool) -> None:
 def models(as_json: bool) -> None:
     """The models built in, by the names people write."""
     from planner import screen
+    from profiles.families.registry import checked_against
     from profiles.huggingface import load_model, model_names
 
     if as_json:
@@ -43,8 +44,9 @@ def models(as_json: bool) -> None:
     rows = []
     for name in model_names():
         spec = load_model(name)
-        rows.append((name, screen.count(spec.parameters.total), screen.count(spec.parameters.active), spec.num_layers, spec.hidden))
-    columns = ("model", "parameters", "active", "layers", "hidden")
+        total, active = screen.count(spec.parameters.total), screen.count(spec.parameters.active)
+        rows.append((name, total, active, spec.num_layers, spec.hidden, checked_against(spec)))
+    columns = ("model", "parameters", "active", "layers", "hidden", "count checked against")
     screen.console().print(screen.table("built-in models (or a Hugging Face config.json, or a folder holding one)", columns, rows))
 
 

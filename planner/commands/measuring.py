@@ -72,11 +72,8 @@ def profile_gpu(
     if not as_json:
         screen_measured.show_measurement(terminal, measured)
         screen_measured.show_differences(terminal, known, beside)
-    if measured.interrupted and measured.cluster is None:
-        raise KeyboardInterrupt
     if out:
-        measured.save(out)
-        terminal.print(f"written to {out}; plan with --cluster {out}")
+        terminal.print(measured.save(out), soft_wrap=True)
     if (kept := keep_as_this(measured)) and not as_json:
         terminal.print(kept, soft_wrap=True)
     if plot and measured.gpu.profile:
@@ -145,12 +142,13 @@ def profile_links(
         show_json(screen_measured.links_document(measured))
     else:
         screen_measured.show_links(terminal, measured)
-    if out and measured.link:
+    if out:
         from profiles.files import write_text
         from profiles.hardware import to_yaml
 
-        write_text(out, to_yaml(measured.link))
         measured.save_samples(out.with_suffix(".samples.json"))
+        if measured.link:
+            write_text(out, to_yaml(measured.link))
     if plot and measured.link:
         plot_links(measured.link, measured.samples, plot)
     if measured.interrupted:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from profiles.catalogue import to_yaml
-from profiles.errors import AxisplanError
 from profiles.files import write_text
 from profiles.hardware import ClusterSpec, Constant, Level
 from profiles.links import KINDS
@@ -39,15 +38,19 @@ class MachineMeasurement:
         """The worse of the two parts'."""
         return max((self.gpu.noise, *([self.links.noise] if self.links else [])), key=lambda n: (n.noisy, n.spread))
 
-    def save(self, path: str | Path) -> None:
-        """Writes the cluster as YAML that ``load_cluster`` reads, and the samples beside it (``.samples.json``)."""
-        if self.cluster is None:
-            raise AxisplanError("profile: interrupted before there was enough to fit; nothing was written")
-        write_text(Path(path), to_yaml(self.cluster))
+    def save(self, path: str | Path) -> str:
+        """Writes the cluster as YAML that ``load_cluster`` reads, and the samples beside it (``.samples.json``); after an interruption
+        that left no cluster, the device alone (YAML that ``load_gpu`` reads), or only the samples. Says what was written."""
         samples = self.gpu.samples + (self.links.samples if self.links else [])
-        save_samples(
-            Path(path).with_suffix(".samples.json"), samples, **{**(self.links.facts if self.links else {}), **self.gpu.facts}
-        )
+        beside = Path(path).with_suffix(".samples.json")
+        save_samples(beside, samples, **{**(self.links.facts if self.links else {}), **self.gpu.facts})
+        found = self.cluster or self.gpu.profile
+        if found is None:
+            return f"interrupted before there was enough to fit: only samples are written, to {beside}"
+        write_text(Path(path), to_yaml(found))
+        if self.cluster is None:
+            return f"interrupted before the links were measured: {path} holds the device alone (a cluster file's `gpu:`)"
+        return f"written to {path}; plan with --cluster {path}"
 
 
 def profile_machine(

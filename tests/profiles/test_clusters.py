@@ -352,3 +352,15 @@ def test_protocols_switch_at_larger_messages_in_larger_groups() -> None:
     pairs = [row.protocol_switch_bytes for row in load_link("nvlink4").curves["all_to_all"]]
     assert all(s is not None and s < 5e5 for s in pairs)
     assert load_link("ib-ndr400").protocol("all_reduce", 1 << 20, 8) == ""
+
+
+def test_every_number_of_a_cluster_is_described() -> None:
+    """Whatever is a number in the file of a cluster is a row of ``clusters show``, borrowed curves and domains included."""
+    rows = {row[0]: row for row in describe(load_cluster("gb200-nvl72:4x72"))}
+    network = [name.split(".")[0] for name in rows if name.endswith(".rails")]
+    assert rows[f"{network[0]}.rails"][1] == 8
+    assert rows[f"{network[0]}.oversubscription"][1] == 1
+    assert rows["nvlink.size"][1] == 72
+    assert rows["nvlink.all_reduce[4].protocol_switch_bytes"][1] > 1e6
+    assert rows["gb200.grouped.mxfp8.tokens0"][3] == "estimate"
+    assert all(row[2] and row[3] and row[4] for row in rows.values())

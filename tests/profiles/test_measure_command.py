@@ -15,12 +15,13 @@ import cli
 from planner.commands.measuring import keep_as_this
 from profiles.errors import AxisplanError, InputError
 from profiles.fit import Errors
-from profiles.hardware import load_cluster, load_gpu
+from profiles.hardware import GpuProfile, load_cluster, load_gpu
+from profiles.measure import machine
 from profiles.measure.gpu import FEWEST_JUDGES, GpuMeasurement
 from profiles.measure.judging import differences
 from profiles.measure.machine import MachineMeasurement
 from profiles.measure.plots import check_picture
-from profiles.measure.samples import Sample
+from profiles.measure.samples import Sample, load_samples
 from profiles.measure.timing import LEAST_OVERTIME_SECONDS, OVERTIME, overtime
 from profiles.operations import Attend, Matmul, Pointwise
 
@@ -96,7 +97,7 @@ def test_a_profile_that_few_shapes_judge_is_said_to_be_rough() -> None:
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from profiles.measure import gpu, links, machine
+    from profiles.measure import gpu, links
 
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("measured all the same")
@@ -116,8 +117,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
 
 
 def test_an_unknown_gpu_to_compare_with_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from profiles.measure import machine
-
     monkeypatch.setattr(machine, "profile_machine", lambda *_, **__: pytest.fail("measured all the same"))
     result = CliRunner().invoke(cli.cli, ["profile", "gpu", "--against", "h2000"])
     assert isinstance(result.exception, InputError)
@@ -212,3 +211,22 @@ def test_the_kept_profile_of_a_machine_predicts_products_it_has_not_seen_within_
         assert kept["held_out"][f"matmul {dtype}"]["count"] >= FEWEST_JUDGES
     assert set(kept["held_out"]) >= {"attention forward fp32", "attention backward fp32", "memory traffic", "launch"}
     assert kept["noise"]["noisy"] == (kept["noise"]["spread"] > 0.1 or kept["noise"]["others"] > 0.1)
+
+
+def test_what_was_measured_before_an_interruption_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's curves alone where the links were not reached yet; the samples where nothing could be fitted."""
+    gpu = load_gpu("cpu")
+    samples: list[Sample[Any]] = [Sample(Matmul(512, 512, 512, "fp32"), seconds=1e-3)]
+
+    def interrupted(profile: GpuProfile | None) -> str:
+        measured = MachineMeasurement(GpuMeasurement(samples, {"host": "here"}, profile=profile), None, None, interrupted=True)
+        monkeypatch.setattr(machine, "profile_machine", lambda *_, **__: measured)
+        result = CliRunner().invoke(cli.cli, ["profile", "gpu", "--device", "cpu", "--out", str(tmp_path / "c.yaml")])
+        assert result.exit_code != 0
+        return " ".join(result.stdout.split())
+
+    assert "only samples are written" in interrupted(None)
+    assert not (tmp_path / "c.yaml").exists()
+    assert load_samples(tmp_path / "c.samples.json") == (samples, {"host": "here"})
+    assert "holds the device alone" in interrupted(gpu)
+    assert load_gpu(str(tmp_path / "c.yaml")) == gpu
