@@ -6,23 +6,26 @@ of the step's sequences, a context-parallel rank its spans of each sequence.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiles.errors import InputError
+from profiles.errors import InputError, clipped, one_line
 from profiles.files import naming, new_folder, write_text
 
 BYTE_END = 256
 """Byte-level tokens: 0-255 are bytes, 256 ends a document."""
+BLOCK = 16 << 20
+"""Bytes of a text that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,10 @@ def shifted(batch: Batch, places: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
+Encode = Callable[[Path], Iterator[npt.NDArray[Any]]]
+"""The tokens of a text file, piece by piece."""
+
+
 def prepare(files: Sequence[Path], out: Path, tokenizer: str = "bytes") -> dict[str, Any]:
     """Tokenise text files into ``out/tokens.bin`` and ``tokens.json``; returns what the latter holds.
 
@@ -109,13 +116,7 @@ def prepare(files: Sequence[Path], out: Path, tokenizer: str = "bytes") -> dict[
         try:
             with naming(out / "tokens.bin"), partial.open("wb") as target:
                 for path in files:
-                    try:
-                        text = Path(path).read_text(encoding="utf-8")
-                    except (OSError, UnicodeDecodeError) as error:
-                        raise InputError("data", path, f"cannot be read as text: {error}") from None
-                    ids = np.asarray([*encode(text), end], dtype=dtype)
-                    count += len(ids)
-                    target.write(ids.tobytes())
+                    count += _document(path, encode, end, dtype, target)
             os.replace(partial, out / "tokens.bin")
         finally:
             partial.unlink(missing_ok=True)
@@ -124,10 +125,28 @@ def prepare(files: Sequence[Path], out: Path, tokenizer: str = "bytes") -> dict[
     return meta
 
 
-def _tokenizer(name: str) -> tuple[Any, int, int]:
+def _document(path: Path, encode: Encode, end: int, dtype: str, target: BinaryIO) -> int:
+    """Write a file's tokens and the one that ends it; how many."""
+    count, pieces = 0, encode(path)
+    while True:
+        try:
+            ids = next(pieces, None)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError("data", path, f"cannot be read as text: {error}") from None
+        if ids is None:
+            break
+        target.write(ids.astype(dtype).tobytes())
+        count += len(ids)
+    if not count:
+        raise InputError("data", path, "is empty")
+    target.write(np.asarray([end], dtype=dtype).tobytes())
+    return count + 1
+
+
+def _tokenizer(name: str) -> tuple[Encode, int, int]:
     """(encode, vocabulary, id that ends a document)."""
     if name == "bytes":
-        return (lambda text: np.frombuffer(text.encode("utf-8"), dtype=np.uint8)), BYTE_END + 1, BYTE_END
+        return _bytes, BYTE_END + 1, BYTE_END
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -135,10 +154,27 @@ def _tokenizer(name: str) -> tuple[Any, int, int]:
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise InputError("tokenizer", name, "is neither bytes nor a tokenizer.json", "bytes")
-    made = Tokenizer.from_file(str(path))
+    try:
+        made = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError("tokenizer", name, f"is no tokenizer.json: {clipped(one_line(error), 200)}", "bytes") from None
     vocab = made.get_vocab_size()
     ends = [i for token in ("<|end_of_text|>", "<|endoftext|>", "</s>", "<|im_end|>") if (i := made.token_to_id(token)) is not None]
-    return (lambda text: made.encode(text, add_special_tokens=False).ids), vocab, ends[0] if ends else vocab - 1
+
+    def encode(text: Path) -> Iterator[npt.NDArray[Any]]:
+        yield np.asarray(made.encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids, dtype=np.uint32)
+
+    return encode, vocab, ends[0] if ends else vocab - 1
+
+
+def _bytes(path: Path) -> Iterator[npt.NDArray[Any]]:
+    """A UTF-8 file's bytes, a block at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            decoder.decode(block)
+            yield np.frombuffer(block, dtype=np.uint8)
+    decoder.decode(b"", final=True)
 
 
 def indices_of(step: int, global_batch: int, dp: int, dp_rank: int) -> range:

@@ -24,6 +24,35 @@ def test_texts_become_their_bytes_with_an_end_after_each(tmp_path: Path) -> None
     assert facts["count"] == 6
 
 
+def test_a_text_is_read_in_blocks_that_may_cut_a_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.runtime.data.BLOCK", 3)
+    (tmp_path / "a").write_bytes("naïve €\r\n".encode())
+    prepare([tmp_path / "a"], tmp_path)
+    assert np.fromfile(tmp_path / "tokens.bin", "uint16").tolist() == [*"naïve €\r\n".encode(), BYTE_END]
+    for wrong, why in ((b"abcd\xff", "cannot be read as text"), ("€".encode()[:2], "cannot be read as text"), (b"", "is empty")):
+        (tmp_path / "wrong").write_bytes(wrong)
+        with pytest.raises(InputError, match=f"data: '.*wrong': {why}"):
+            prepare([tmp_path / "a", tmp_path / "wrong"], tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_hugging_face_tokenizer_gives_its_ids_and_its_own_end(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<unk>": 0, "best": 1, "of": 2, "times": 3, "</s>": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a").write_text("best of times")
+    (tmp_path / "b").write_text("worst times")
+    for named in (tmp_path, tmp_path / "tokenizer.json"):
+        facts = prepare([tmp_path / "a", tmp_path / "b"], tmp_path / "out", str(named))
+        assert np.fromfile(tmp_path / "out" / "tokens.bin", "uint16").tolist() == [1, 2, 3, 4, 0, 3, 4]
+        assert (facts["vocab"], facts["end"], facts["documents"]) == (5, 4, 2)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer: '.*': is no tokenizer\.json: [^\n]+; nearest: bytes"):
+        prepare([tmp_path / "a"], tmp_path / "out", str(tmp_path))
+
+
 def test_a_file_that_cannot_be_read_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data: '.*nope.txt': cannot be read as text"):
         prepare([tmp_path / "nope.txt"], tmp_path / "new" / "folder")
