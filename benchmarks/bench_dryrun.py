@@ -1,9 +1,9 @@
 """CPU seconds and memory of the dry run on large plans: a rank of 8 of Llama-3.1-405B's layers, one of all 126, one of DeepSeek-V3.
 
-    python benchmarks/bench_dryrun.py [--save] [405b-8|405b-126|deepseek-v3 ...]
+    python benchmarks/bench_dryrun.py [--save] [--json] [405b-8|405b-126|deepseek-v3 ...]
 
 Each runs in a process of its own; CPU seconds, because wall time depends on what else the machine does. ``--save`` keeps the figures,
-with date, machine and torch, in ``benchmarks/results/dryrun.json``.
+with date, machine and torch, in ``benchmarks/results/dryrun.json``; ``--json`` prints them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES = {
 
 
 def run(name: str) -> dict[str, Any]:
-    """Trace one case in this process and print its line; its figures."""
+    """The figures of one case, traced in this process."""
     import torch
 
     from cost_models.execution import load_execution
@@ -48,18 +48,23 @@ def run(name: str) -> dict[str, Any]:
     layout = read_layout(job, text)
     began, clock = time.process_time(), time.perf_counter()
     found = run_rank(job, layout, rank_of_stage(layout, worst_stage(job, layout)))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    differs = ", ".join(f"{d.what} {100 * d.relative:.1f} %" for d in found.disagreements) or "nothing"
-    seconds = time.process_time() - began
-    print(f"{name}: {seconds:.1f} CPU s, {peak:.0f} MiB, {found.trace.record.operations} operations a step; differs: {differs}")
-    memory = found.formula.memory
+    held = sum(len(layout.layers_of_chunk(c, job.model.num_layers)) for c in layout.chunks_of_rank(found.stage))
     return {
         "model": model, "cluster": cluster, "seq_len": seq_len, "global_batch": batch, "layout": layout.text(), "stage": found.stage,
-        "cpu_seconds": round(seconds, 1), "wall_seconds": round(time.perf_counter() - clock, 1), "process_mib": round(peak),
-        "operations": found.trace.record.operations, "traced_peak_gib": round(found.trace.record.peak_bytes / 2**30, 2),
-        "formula_peak_gib": round(memory.peak_allocated / 2**30, 2), "differs": [d.what for d in found.disagreements],
+        "layers": held, "cpu_seconds": round(time.process_time() - began, 1), "wall_seconds": round(time.perf_counter() - clock, 1),
+        "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10, "operations": found.trace.record.operations,
+        "traced_peak_bytes": found.trace.record.peak_bytes, "formula_peak_bytes": found.formula.memory.peak_allocated,
+        "differs": [f"{d.what} {100 * d.relative:.1f} %" for d in found.disagreements],
         "date": datetime.date.today().isoformat(), "machine": f"{processor()}, {os.cpu_count()} cores", "torch": torch.__version__,
     }  # fmt: skip
+
+
+def line(name: str, figures: dict[str, Any]) -> str:
+    """One case's figures for people."""
+    process, differs = figures["process_bytes"] / 2**20, ", ".join(figures["differs"]) or "nothing"
+    return (
+        f"{name}: {figures['cpu_seconds']} CPU s, {process:.0f} MiB, {figures['operations']} operations a step; differs: {differs}"
+    )
 
 
 def processor() -> str:
@@ -75,13 +80,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[[], *CASES], default=[])
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     names = options.names or list(CASES)
     if len(names) > 1:
         for name in names:
-            subprocess.run([sys.executable, __file__, *(["--save"] if options.save else []), name], check=True)
+            flags = [f"--{flag}" for flag in ("save", "json") if getattr(options, flag)]
+            subprocess.run([sys.executable, __file__, *flags, name], check=True)
         return
     figures = run(names[0])
+    print(json.dumps(figures) if options.json else line(names[0], figures))
     if options.save:
         kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps({**kept, names[0]: figures}, indent=2, sort_keys=True) + "\n")

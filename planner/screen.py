@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planner.report.spans import Spans
 
 GIB = 2**30
+SIZES = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
 MEMORY_KEYS = ("parameters", "gradients", "optimizer", "activations", "temporary", "communication")
 SHORT = {
     "parameters": "param",
@@ -51,7 +52,16 @@ def seconds(value: float) -> str:
 
 
 def gib(value: float) -> str:
+    """Bytes of a GPU's memory."""
     return f"{value / GIB:.2f} GiB" if value >= 0.01 * GIB else f"{value / 2**20:.1f} MiB"
+
+
+def size(value: float) -> str:
+    """Bytes to three digits, in the unit that suits them."""
+    for name, unit in SIZES:
+        if abs(value) >= unit:
+            return f"{value / unit:.{2 if abs(value) < 10 * unit else 1 if abs(value) < 100 * unit else 0}f} {name}"
+    return f"{value:.0f} B"
 
 
 def step_line(record: dict[str, Any]) -> str:
@@ -359,6 +369,10 @@ def show_check(out: Console, layout: str, document: Mapping[str, Any]) -> None:
             out.print(f"binding  stage {binding['stage']}, {binding['category']}, {state}")
             if binding.get("fits_if_balanced"):
                 out.print("         it would fit only if experts were perfectly balanced (--moe-imbalance 1)")
+        if changes := document.get("would_fit"):
+            out.print(f"remedy   any of: {'; '.join(changes)}", soft_wrap=True, markup=False)
+        for warning in document.get("warnings", ()):
+            out.print(f"warning  {warning}", soft_wrap=True, markup=False)
 
 
 @contextmanager

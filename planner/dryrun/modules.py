@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from cost_models.layout import Layout
+from planner.dryrun.report import collectives
 from planner.dryrun.trace import Tracer, most_bytes
 from planner.dryrun.world import fake_rank, replaced, without_fakes
 from planner.plan import Plan
@@ -61,7 +63,8 @@ def trace_module(text: str, plan: Plan, rank: int = 0) -> dict[str, Any]:
     """Forward, backward and an AdamW step of one microbatch on ``rank``.
 
     Tensor parallelism where the module has ``parallel_plan`` (``parallelize_module``'s mapping), FSDP2 around the members of every
-    ModuleList and the module itself under ZeRO-3. Raises InputError with the operation that cannot be traced.
+    ModuleList and the module itself under ZeRO-3; what else the plan asks for is listed as not applied. Raises InputError with the
+    operation that cannot be traced.
     """
     layout, job = plan.layout_object, plan.job()
     function = load(text)
@@ -88,14 +91,19 @@ def trace_module(text: str, plan: Plan, rank: int = 0) -> dict[str, Any]:
                 where = tracer.failed.replace(".default", "")
                 raise InputError("--module", text, f"operation {where} could not be traced: {one_line(error)[:160]}") from None
     record = tracer.record
-    calls: dict[tuple[str, str, int], list[int]] = {}
-    for call in record.calls:
-        calls.setdefault((call.axis, call.kind, call.ranks), []).append(call.bytes)
     return {
-        "rank": rank, "module": text, "parallel": applied, "parameters": whole, "peak_bytes": record.peak_bytes, "peak_at": record.peak_at,
-        "bytes": dict(record.at_peak), "most_bytes": most_bytes(record), "flops": {**record.flops, "total": sum(record.flops.values())},
-        "collectives": [{"axis": a, "kind": k, "ranks": n, "count": len(v), "bytes": sum(v)} for (a, k, n), v in sorted(calls.items())],
+        "rank": rank, "module": text, "parallel": applied, "not_applied": not_applied(layout), "parameters": whole,
+        "peak_bytes": record.peak_bytes, "peak_at": record.peak_at, "bytes": dict(record.at_peak), "most_bytes": most_bytes(record),
+        "flops": {**record.flops, "total": sum(record.flops.values())}, "collectives": collectives(record.calls),
     }  # fmt: skip
+
+
+def not_applied(layout: Layout) -> list[str]:
+    """What the plan asks for and a module of one's own does not get: it runs one microbatch of given inputs in one piece."""
+    names = [name for name in ("pp", "cp", "ep", "etp") if getattr(layout, name) > 1]
+    names += ["zero"] if layout.zero < 3 and layout.dp * layout.cp > 1 else []
+    names += ["recompute"] if layout.recompute != "none" else []
+    return [f"{name}={getattr(layout, name)}" for name in names]
 
 
 def parallelise(module: nn.Module, mesh: Mesh, text: str) -> list[str]:
@@ -126,6 +134,8 @@ def sharding(mesh: Mesh) -> DeviceMesh:
 def _step(module: nn.Module, inputs: tuple[Any, ...], optimizer: torch.optim.Optimizer, tracer: Tracer) -> None:
     for parameter in module.parameters():
         tracer.see(parameter, "parameters")
+    for held in (*module.buffers(), *(x for x in inputs if isinstance(x, Tensor))):
+        tracer.see(held, "buffers")
     for value in (v for state in optimizer.state.values() for v in state.values()):
         tracer.see(value, "optimizer")
     tracer.enter_phase("forward", "activations")

@@ -65,7 +65,7 @@ def named_bytes(trainer: Trainer) -> dict[str, int]:
     held = {id(v.untyped_storage()) for s in trainer.shards for v in s.values}
     apart = [b for m, b in masters if id(m.untyped_storage()) not in held]
     state = trainer.optimizer.engine.state
-    shorter = sum(p.to_local().nbytes - _rows(p) * (p.nbytes // p.shape[0]) for p in fully_sharded_parameters(trainer))
+    shorter = sum(fewer_bytes(group) for group in trainer.shards if isinstance(group, FullyShardedGroup))
     out = {
         "bucket padding": sum(n * s.parameters.element_size() for s, n in pads),
         "gradient padding": sum(n * s.wide.itemsize / (s.shard.size if s.sharded is not None else 1) for s, n in pads),
@@ -79,11 +79,11 @@ def named_bytes(trainer: Trainer) -> dict[str, int]:
     return {k: v for k, v in out.items() if v}
 
 
-def fully_sharded_parameters(trainer: Trainer) -> Iterator[Any]:
-    """FSDP2's parameters: DTensors over the ranks that shard them, by rows, the first ranks holding one more."""
-    for shards in trainer.shards:
-        if isinstance(shards, FullyShardedGroup):
-            yield from (parameter for _, parameter, _ in shards.members)
+def fewer_bytes(group: FullyShardedGroup) -> int:
+    """Bytes (negative) by which this rank's shards are smaller than the first rank's: FSDP2 shards by rows, and pads a parameter to
+    equally many on every rank."""
+    held: list[Any] = [parameter for _, parameter, _ in group.members]
+    return sum(p.to_local().nbytes - -(-p.shape[0] // p.device_mesh.size(-1)) * (p.nbytes // p.shape[0]) for p in held)
 
 
 def spare(bucket: Bucket) -> int:
@@ -109,18 +109,9 @@ def padded_collectives(trainer: Trainer) -> dict[tuple[str, str], float]:
             out[name(bucket.replicate.ranks), "all_reduce"] += size / bucket.shard.size
     for group in trainer.shards:
         if isinstance(group, FullyShardedGroup):  # partial sums are of the rank's own rows, which may be fewer
-            held: list[Any] = [parameter for _, parameter, _ in group.members]
-            fewer = sum(p.to_local().nbytes - _rows(p) * (p.nbytes // p.shape[0]) for p in held)
             for axis in group.partial:
-                out[trainer.mesh.axis_of(axis.ranks), "all_reduce"] += fewer
+                out[trainer.mesh.axis_of(axis.ranks), "all_reduce"] += fewer_bytes(group)
     return {key: size for key, size in out.items() if size}
-
-
-def _rows(parameter: Any) -> int:
-    """Rows of an FSDP2 parameter's shard, padding included: the same on every rank."""
-    ways: int = parameter.device_mesh.size(-1)
-    rows: int = parameter.shape[0]
-    return -(-rows // ways)
 
 
 def rotary_tables(trainer: Trainer) -> Iterator[Tensor]:

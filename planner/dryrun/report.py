@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from cost_models.layout import Layout
 from cost_models.memory import stage_memory
 from cost_models.schedules import order_table
 from planner.dryrun.compare import Line, canonical, compare
+from planner.dryrun.counting import Call
 from planner.dryrun.formula import StepFormula, step_formula
 from planner.dryrun.rank import Trace, trace
 from planner.dryrun.trace import most_bytes
@@ -48,7 +50,7 @@ class DryRun:
             "rank": self.trace.rank, "stage": self.stage, "stages_alike": list(self.alike), "peak_bytes": record.peak_bytes,
             "peak_at": record.peak_at, "bytes": dict(record.at_peak), "most_bytes": most_bytes(record),
             "kept_activations": record.kept, "flops": {**record.flops, "total": sum(record.flops.values())},
-            "collectives": collectives(self.trace),
+            "collectives": collectives(record.calls),
             "formula": {
                 "peak_bytes": memory.peak_allocated, "peak_at": memory.peak_at,
                 "bytes": {k: getattr(memory, k) for k in ("parameters", "gradients", "optimizer", "activations", "temporary")},
@@ -60,11 +62,11 @@ class DryRun:
         }  # fmt: skip
 
 
-def collectives(trace: Trace) -> list[dict[str, Any]]:
+def collectives(calls: Iterable[Call]) -> list[dict[str, Any]]:
     """Collectives of the step by axis and kind: how often, bytes in all, ranks of the group."""
     count: Counter[tuple[str, str, int]] = Counter()
     size: Counter[tuple[str, str, int]] = Counter()
-    for call in trace.record.calls:
+    for call in calls:
         key = (call.axis, call.kind, call.ranks)
         count[key] += 1
         size[key] += call.bytes

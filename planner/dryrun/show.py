@@ -8,23 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.dryrun.trace import CATEGORIES, Record
-from planner.screen import count, percent, table
+from planner.screen import SIZES, count, percent, size, table
 from profiles.errors import InputError
 from profiles.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-
-
-def size(value: float) -> str:
-    """Bytes to three digits, in the unit that suits them."""
-    for name, unit in UNITS:
-        if abs(value) >= unit:
-            return f"{value / unit:.{2 if abs(value) < 10 * unit else 1 if abs(value) < 100 * unit else 0}f} {name}"
-    return f"{value:.0f} B"
 
 
 def show(out: Console, document: Mapping[str, Any]) -> None:
@@ -66,6 +55,8 @@ def show_module(out: Console, document: Mapping[str, Any]) -> None:
         f"peak {size(document['peak_bytes'])} at {document['peak_at']}; {count(document['flops']['total'])} FLOPs a step",
         soft_wrap=True,
     )
+    if document["not_applied"]:
+        out.print(f"of the plan, not applied to the module: {', '.join(document['not_applied'])}", soft_wrap=True)
     held = [(name, size(here), size(document["most_bytes"].get(name, 0))) for name, here in document["bytes"].items()]
     out.print(table("memory", ("", "at the peak", "at most"), held))
     calls = [(c["axis"], c["kind"], c["ranks"], c["count"], size(c["bytes"])) for c in document["collectives"]]
@@ -108,7 +99,7 @@ def plot(record: Record, rank: int, formula: float, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    unit, scale = next(((n, s) for n, s in UNITS if record.peak_bytes >= s), ("KiB", 2**10))
+    unit, scale = next(((n, s) for n, s in SIZES if record.peak_bytes >= s), SIZES[-1])
     clock = [at for at, _ in record.curve]
     shown = [c for c in CATEGORIES if any(held[c] for _, held in record.curve)]
     layers = [[held[c] / scale for _, held in record.curve] for c in shown]

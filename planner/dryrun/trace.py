@@ -85,8 +85,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def see(self, tensor: Any, category: str | None = None) -> None:
-        """Count the storage of a tensor; with ``category``, count it as that from now on."""
+    def see(self, tensor: Any, category: str | None = None, new: str | None = None) -> None:
+        """Count the storage of a tensor; with ``category``, count it as that from now on. ``new``: what a storage not seen before
+        is; a view of a real tensor that no operation was seen to make is of the communication library's own."""
         storage = storage_of(tensor)
         if storage is None:
             return
@@ -94,7 +95,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entry = self._known.get(key)
         if entry is None:
             size = storage.nbytes()
-            entry = self._known[key] = [size, category or self.category]
+            entry = self._known[key] = [size, category or new or self.category]
             self._change(entry[1], size)
             weakref.finalize(storage, self._gone, key)
             return
@@ -190,10 +191,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
         record = self.record
         record.operations += 1
-        with self.as_category(LIBRARY if func.is_view else self.category):  # a view of what no operation was seen to make
-            for item in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(item, Tensor):
-                    self.see(item)
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(item, Tensor):
+                self.see(item, new=LIBRARY if func.is_view and not isinstance(item, FakeTensor) else None)
         self._look(func.__name__)
         if (flops := flops_of(name, args, out)) is not None:
             kind, number = flops

@@ -55,11 +55,13 @@ def job_of(kind: str, world: int, global_batch: int = 8, seq_len: int = 1024, la
 
 
 def plan_of(
-    kind: str, world: int, layout: str, told: dict[str, Any] | None = None, trained: dict[str, Any] | None = None, **facts: Any
-) -> Plan:
+    kind: str, world: int, layout: str, told: dict[str, Any] | None = None, trained: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None, **facts: Any,
+) -> Plan:  # fmt: skip
     """``told``: facts of the execution that the formulas are given instead of the runtime's; ``trained``: the job's fields that say
-    what is trained."""
+    what is trained; ``model``: fields of the model."""
     job = replace(job_of(kind, world, **facts), **(trained or {}))
+    job = replace(job, model=job.model.model_copy(update=model or {}))
     job = replace(job, execution=job.execution.with_(**(told or {})))
     plan: Plan = plans.plan_of(job, read_layout(job, layout))
     return plan

@@ -45,8 +45,21 @@ class Narrow(Net):
         return super().forward(x[:, :32])
 
 
+class Tabled(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(100, 64))
+
+    def forward(self, x):
+        return super().forward(x + self.table[:8])
+
+
 def build():
     return Net(), torch.empty(8, 64)
+
+
+def tabled():
+    return Tabled(), torch.empty(8, 64)
 
 
 def split():
@@ -92,6 +105,46 @@ def test_bad_input_is_one_line(options: tuple[str, ...], said: str, saved: Path,
     assert code == 2
     assert said in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_a_stage_a_rank_and_every_stage_are_traced_as_asked(make_plan: Callable[..., Plan], tmp_path: Path, invoke: Invoke) -> None:
+    path = tmp_path / "plan.json"
+    make_plan("dense", 8, "pp=4,schedule=gpipe", layers=4, seq_len=256).save(path)
+    one = json.loads(invoke("dry-run", str(path), "--stage", "2", "--json")[1])
+    assert (one["rank"], one["stage"], one["stages_alike"]) == (4, 2, [1, 2])
+    trace = tmp_path / "step.json"
+    every = json.loads(invoke("dry-run", str(path), "--all-stages", "--json", "--trace", str(trace))[1])["stages"]
+    assert [(run["rank"], run["stage"], run["stages_alike"]) for run in every] == [(0, 0, [0]), (2, 1, [1, 2]), (6, 3, [3])]
+    assert every[1]["peak_bytes"] == one["peak_bytes"]
+    assert every[1]["flops"] == one["flops"]
+    code, out, _ = invoke("dry-run", str(path), "--stage", "2")
+    assert code == 0
+    assert "rank 4, stage 2 (as stages 1, 2): peak" in out
+    events = json.loads(trace.read_text())["traceEvents"]
+    peaks = {e["pid"]: max(sum(o["args"].values()) for o in events if o["ph"] == "C" and o["pid"] == e["pid"]) for e in events}
+    for run in every:  # the curve is drawn where memory changes by half a percent
+        assert peaks[run["rank"]] == pytest.approx(run["peak_bytes"], rel=0.005)
+        sent = [e["args"]["bytes"] for e in events if e.get("cat") == "collective" and e["pid"] == run["rank"]]
+        assert (len(sent), sum(sent)) == (sum(c["count"] for c in run["collectives"]), sum(c["bytes"] for c in run["collectives"]))
+
+
+def test_the_first_step_has_no_optimizer_state_at_its_start(saved: Path, invoke: Invoke) -> None:
+    first, second = (json.loads(invoke("dry-run", str(saved), "--json", "--steps", n)[1]) for n in ("1", "2"))
+    moments = second["most_bytes"]["optimizer"]
+    assert "optimizer" not in first["bytes"]
+    assert second["bytes"]["optimizer"] == moments
+    assert first["flops"] == second["flops"]
+    assert invoke("dry-run", str(saved), "--steps", "0")[0] == 2
+
+
+def test_memory_over_the_step_is_drawn(saved: Path, tmp_path: Path, invoke: Invoke) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.svg"
+    code, _, err = invoke("dry-run", str(saved), "--json", "--rank", "0", "--plot", str(path))
+    drawn = path.read_text()
+    assert (code, err) == (0, "")
+    assert drawn.startswith("<?xml")
+    assert invoke("dry-run", str(saved), "--plot", str(tmp_path / "memory.nothing"))[0] == 2
 
 
 def test_a_plan_for_another_target_is_refused_by_name(make_plan: Callable[..., Plan], tmp_path: Path, invoke: Invoke) -> None:
@@ -157,6 +210,15 @@ def test_a_users_module_runs_under_the_plans_axes(
         assert calls["dp_shard", "reduce_scatter"] == (shard, 2 * 64 * 64 // tp * 4)
     if tp > 1:  # the output's partial sums; the first layer's input takes no gradient, and nothing comes back
         assert calls["tp", "all_reduce"] == (2, 8 * 64 * (2 if shard > 1 else 4))
+
+
+def test_a_users_buffers_and_inputs_are_counted_and_what_the_plan_asks_in_vain_is_said(
+    module: Callable[..., tuple[int, dict[str, Any], str]],
+) -> None:
+    _, document, _ = module("tabled", "pp=2,cp=2,zero=2,recompute=full")
+    assert document["most_bytes"]["buffers"] == (100 * 64 + 8 * 64) * 4
+    assert sum(document["bytes"].values()) == document["peak_bytes"]
+    assert (document["parallel"], document["not_applied"]) == ([], ["pp=2", "cp=2", "zero=2", "recompute=full"])
 
 
 @pytest.mark.parametrize(("name", "layout", "said"), [
