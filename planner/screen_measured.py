@@ -51,7 +51,7 @@ def show_links(out: Console, measured: LinkMeasurement) -> None:
         out.print(table(measured.link.name, ("", "latency", "on a rank's wire"), fitted))
     if measured.contention:
         rows = [(groups, f"x {factor:.2f}") for groups, factor in measured.contention.items()]
-        out.print(table("large messages, with others at once against alone", ("groups", "take"), rows))
+        out.print(table("at once, against alone", ("groups", "take"), rows))
     show_errors(out, measured)
 
 
