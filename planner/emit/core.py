@@ -280,8 +280,8 @@ def needs(wanted: tuple[Need, ...]) -> str:
     """Lines that stop with a reason when a variable is not set."""
     lines = []
     for need in wanted:
-        message = quote(f"launch.sh: set {need.name} to {need.what}, e.g. {need.example}")
-        lines.append(f'[ -n "${{{need.name}:-}}" ] || {{ echo {message} >&2; exit 1; }}')
+        message = quote(comment(f"launch.sh: set {need.name} to {need.what}, e.g. {need.example}"))
+        lines.append(f"[ -n \"${{{need.name}:-}}\" ] || {{ printf '%s\\n' {message} >&2; exit 1; }}")
     return "\n".join(lines)
 
 

@@ -202,7 +202,7 @@ GRAPHED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 """What CUDA graphs may not go with (``graphs_without``): in words, and whether a layout has it."""
 
 
-@rule("target", "pp ep recompute", "CUDA graphs go with the layout in the target")
+@rule("target", "pp ep recompute", "what CUDA graphs capture goes with the layout in the target")
 def graphs_suit_the_layout(case: Case) -> Iterator[Break]:
     graphs = case.job.execution.graphs
     for name in case.limits.graphs_without if graphs != "none" else ():

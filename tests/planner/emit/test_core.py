@@ -157,9 +157,9 @@ def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
     ("target", "launcher", "key", "says", "nearest"),
     [
         ("axisplan", "torchrun", "tokenizer", "axisplan takes no options; torchrun takes no options", None),
-        ("torchtitan", "torchrun", "relase", "torchtitan takes release; torchrun takes no options", "release"),
-        ("megatron", "slurm", "tokeniser", "megatron takes tokenizer; slurm takes partition, account", "tokenizer"),
-        ("megatron", "slurm", "partitions", "megatron takes tokenizer; slurm takes partition, account", "partition"),
+        ("torchtitan", "torchrun", "relase", "torchtitan takes release, deepep; torchrun takes no options", "release"),
+        ("megatron", "slurm", "tokeniser", "megatron takes tokenizer, deepep; slurm takes partition, account", "tokenizer"),
+        ("megatron", "slurm", "partitions", "megatron takes tokenizer, deepep; slurm takes partition, account", "partition"),
         ("megatron", "kubernetes", "megatron-path", "MEGATRON_PATH", "MEGATRON_PATH"),
     ],
 )
