@@ -24,7 +24,7 @@ from cost_models.states import Holding
 from cost_models.step import ChunkSeconds, boundary_seconds, rank_update, ranks_chunks
 from cost_models.units import EMBEDDING, HEAD, MTP, Unit
 from cost_models.update import optimizer_seconds, update_seconds
-from planner.rules.core import Limits
+from planner.rules.core import Limits, limits_of
 from planner.wishes import Wish
 from profiles.errors import InputError
 
@@ -246,6 +246,11 @@ class Column:
         self.chunks = layout.chunks
         self.layers = job.model.num_layers
         self._ends: dict[tuple[Any, ...], tuple[float, float]] = {}
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether the target holds as many layers in every chunk (``execution.uneven_stages`` is false)."""
+        return not limits_of(self.job).uneven_stages
 
     @cached_property
     def units(self) -> Units:

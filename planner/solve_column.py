@@ -181,7 +181,10 @@ def _by_stages(column: Column, fitting: Fitting, policy: Policy, bar: float) -> 
         return column.ends(rank, [column.chunk(found[0], first=rank == 0, last=last, tail=column.tail_of(found[0]))])
 
     limit = bar / column.slowing - column.job.execution.step_overhead_seconds
-    return bounds.stages_table(column.paths, column.units, fitting.prefix, column.transfer, backward, ends, 1, limit * (1 + 1e-12))
+    least = column.layers // column.chunks if column.even else 1
+    return bounds.stages_table(
+        column.paths, column.units, fitting.prefix, column.transfer, backward, ends, least, limit * (1 + 1e-12)
+    )
 
 
 def _mix(fitting: Fitting, policy: Policy, rank: int, counts: Sequence[int]) -> Mix | None:
@@ -221,6 +224,9 @@ def _spans(column: Column, bar: float) -> list[list[tuple[int, int]]] | None:
     if sum(most) < layers:
         return None
     least = [max(1, layers - (sum(most) - most[c])) for c in range(chunks)]
+    if column.even:
+        most = [min(n, layers // chunks) for n in most]
+        least = [layers // chunks] * chunks
     uniform = len(set(column.job.model.pattern)) == 1
     out: list[list[tuple[int, int]]] = []
     for chunk in range(chunks):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pulp
 import pytest
 
+from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import even_split
 from cost_models.memory import stage_memory
@@ -23,7 +26,7 @@ from planner.solver import run
 from planner.space import Space, read_wishes
 from profiles.errors import DoesNotFit
 from tests.planner.enumeration import columns, exhaustive, monolithic, small_job
-from tests.planner.jobs import job
+from tests.planner.jobs import decoder, job
 
 
 def check_against_enumeration(seed: int, *, every: bool = False) -> None:
@@ -218,6 +221,27 @@ def test_pins_and_exclusions_are_honoured_and_plans_are_the_same_bytes() -> None
     assert isinstance(first, Plan)
     other = solve(PlanRequest(j, pins="tp<=2", exclude=("pp=1", "tp=2,pp=2")))
     assert other.layout["pp"] > 1 and (other.layout["tp"], other.layout["pp"]) != (2, 2)
+
+
+@pytest.mark.parametrize("execution", ["axisplan", "torchtitan"])
+def test_stages_that_are_to_be_even_are_and_the_best_of_those_is_planned(execution: str) -> None:
+    model = decoder(layers=6, hidden=512, heads=4, width=1024, vocab=32000, head_dim=64)
+    j = job(model, "h100-sxm:1x2", 1024, 8, execution, margin=0.0)
+    j = replace(j, execution=load_execution(execution, {"uneven_stages": "false"}))
+    best = float("inf")
+    for column, fitting, some in columns(j):
+        size = 6 // column.chunks
+        if column.layout.pp == 1:
+            continue
+        for policy in some:
+            one = list(policy.mixes(fitting.counts(0, size), len(column.modes)))
+            for mixes in itertools.product(one, repeat=column.chunks):
+                seconds = column.step(column.simulate(mixes).seconds)
+                if seconds < best and fitting.fits((size,) * column.chunks, mixes):
+                    best = seconds
+    plan = solve(PlanRequest(j, pins="pp=2", tie=0.0, prove=True, top=0))
+    assert violations(j, plan.layout_object) == [] and len(set(plan.layout["stages"])) == 1
+    assert plan.step_seconds == pytest.approx(best, rel=1e-9) and plan.certificate.proved
 
 
 def test_a_solver_that_ran_out_of_nodes_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
