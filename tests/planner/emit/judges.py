@@ -31,7 +31,6 @@ from cost_models.stage_states import stage_holding
 from planner.emit import accelerate
 from planner.emit.core import TARGETS, EmitSettings, Program, emit, program_of
 from planner.emit.environment import capability
-from planner.legality import read_layout
 from planner.plan import Plan
 
 Answer = dict[str, Any]
@@ -111,7 +110,7 @@ def cases(targets: tuple[str, ...], kind: str, count: int, seed: int) -> Iterato
     streams = [layouts(job, seed + i) for i, (_, job) in enumerate(every)]
     for index in range(count):
         (target, job), stream = every[index % len(every)], streams[index % len(every)]
-        yield Case(target, job, read_layout(job, next(stream).text()), index)
+        yield Case(target, job, Layout.parse(next(stream).text()), index)
 
 
 def judged(name: str, kind: str, count: int, seed: int, ask: Ask | None = None) -> Iterator[tuple[str, list[str]]]:
