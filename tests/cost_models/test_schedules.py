@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cost_models.dependencies import build, graph
+from cost_models.layout import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, ZERO_BUBBLE
 from cost_models.schedules import check_schedule, group_size, in_flight, order_table, rank_of
 from profiles.errors import InputError
 
@@ -200,3 +201,14 @@ def test_an_order_that_waits_for_itself_or_for_nobody_is_reported_as_a_deadlock(
         build(circle, 2, remote, 0)
     with pytest.raises(AssertionError, match="no rank does"):
         build((np.array([(0, 0, 0, 0), (3, 1, 0, 0)]), np.array([(0, 1, 1, 0)])), 2, remote, 0)
+
+
+@pytest.mark.parametrize("schedule", sorted({*SCHEDULES, "zb-h2"}))
+def test_what_splits_its_backwards_is_what_the_order_has(schedule: str) -> None:
+    kinds = {
+        action.kind
+        for order in order_table(schedule, 4, 2 if schedule in ("interleaved", *V_SHAPED) else 1, 16)
+        for action in order
+    }
+    assert ("B" in kinds) == (schedule in SPLIT_BACKWARD)
+    assert ("B" in kinds and "BW" not in kinds) == (schedule in ZERO_BUBBLE)

@@ -1,7 +1,11 @@
 """Weights by shape, and bytes of states: against parameter counts, the ZeRO paper, and figures from public threads."""
 
-import pytest
+import json
 
+import pytest
+from click.testing import CliRunner
+
+import cli
 from cost_models.execution import Execution, load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout
@@ -244,3 +248,20 @@ def test_weights_that_megatron_cuts_below_a_kv_head_and_at_a_prediction_module_s
     entry = next(w for w in mtp_weights(model) if w.name == "mtp_projection")
     held = [entry.local(Layout(tp=4), load_execution(name)) for name in ("megatron", "axisplan")]
     assert held == [2 * 7168**2 // 4, 2 * 7168**2]
+
+
+def test_explain_prints_the_bytes_per_parameter_of_every_stage() -> None:
+    """Megatron's distributed optimizer over 64 ranks, DeepSpeed's ZeRO-2 2 + 18/N and ZeRO-3 18/N (cases A05-A08)."""
+    known = {
+        "megatron": {("adamw", 0): 18, ("adamw", 1): 6 + 12 / 64, ("sgd", 1): 6 + 8 / 64},
+        "deepspeed": {("adamw", 2): 2 + 18 / 64, ("adamw", 3): 18 / 64},
+        "fsdp": {("adamw", 2): 2 + 16 / 64, ("adamw", 3): 16 / 64},
+    }
+    for execution, expected in known.items():
+        command = ["explain", "--bytes-per-parameter", "--execution", execution, "--ranks", "64"]
+        rows = json.loads(CliRunner().invoke(cli.cli, [*command, "--json"]).output)
+        found = {(r["optimizer"], r["zero"]): r["total"] for r in rows if r["precision"] == "bf16"}
+        printed = CliRunner().invoke(cli.cli, command).output
+        for key, total in expected.items():
+            assert found[key] == pytest.approx(total)
+            assert f"{total:.4g}" in printed
