@@ -90,7 +90,7 @@ def pairs_of(name: str, given: tuple[str, ...]) -> dict[str, str]:
 
 
 @command(
-    "import", "axisplan import --from megatron train.sh --gpus 64\naxisplan import --from torchtitan config.py --gpus 64 --json"
+    "import", "axisplan import --from megatron train.sh --gpus 64\naxisplan import --from deepspeed ds_config.json --gpus 64 --json"
 )
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--from", "source", type=click.Choice(SOURCES), required=True)
