@@ -146,6 +146,8 @@ class Execution(TimeFacts):
     """Bytes a parameter shard of temporaries in the optimizer step (foreach and unfused optimizers)."""
     initial_copies_bytes: float = 0.0
     """Bytes a parameter of the *unsharded* model part that exist on the device while it is built (4: fp32 before casting)."""
+    builds_in_place: bool = True
+    """The framework itself builds no more than a rank's part of the model; False: the launch script must see to it."""
     initial_whole_model: bool = False
     """Each rank builds the whole model on its device before TP and PP split it."""
     initial_host_copies: float = 0.0

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cost_models.job import Job
+from cost_models.job import GIB, Job
 from cost_models.layout import SCHEDULES, Layout, divisors, with_defaults
 from planner.rules import batch, cluster, combinations, model, schedule, target  # noqa: F401 - registers the rules
 from planner.rules.core import RULES, Break, Case, Limits, Rule, limits_of, targets
@@ -222,6 +222,7 @@ def check(job: Job, layout: Layout | str, eval_batch: int | None = None) -> dict
     ``eval_batch``: sequences of an evaluation step, to be legal as well.
 
     ``binding`` names the fullest stage, its largest category, and by how many bytes the stage exceeds the limit (0 when it fits);
+    ``would_fit``: single changes of the layout after which it fits, where it does not; ``warnings``, where it does.
     ``fits_if_balanced``: whether it would fit if every expert-parallel rank got as many tokens (where it does not as it is).
     """
     if isinstance(layout, str):
@@ -234,19 +235,39 @@ def check(job: Job, layout: Layout | str, eval_batch: int | None = None) -> dict
         from cost_models.memory import fits
 
         inside, worst = fits(job, layout)
-        over = worst.device - job.limit_bytes
+        over = worst.needed - job.limit_bytes
         document["fits"] = bool(inside)
         document["binding"] = {
             "stage": int(worst.stage), "category": binding_category(worst), "over_bytes": max(0, int(over)), "headroom_bytes": int(-over),
         }  # fmt: skip
+        if not inside:
+            from planner.remedies import layout_changes
+
+            document["would_fit"] = layout_changes(job, layout)
+        elif whole := built_whole(job):
+            document["warnings"] = [whole]
         if not inside and job.model.moe is not None and (job.routing or job.moe_imbalance != 1):
             document["binding"]["fits_if_balanced"] = bool(fits(job.with_imbalance(1.0), layout)[0])
     return document
+
+
+def built_whole(job: Job) -> str | None:
+    """A warning where the launch script, not the framework, sees to it that a device builds only its part of a model that is too
+    large for one (cases.md A35: out of memory before the first step)."""
+    whole = job.execution.parameter_bytes * job.model.parameters.total
+    if job.execution.builds_in_place or whole <= job.limit_bytes:
+        return None
+    return (
+        f"the whole model takes {whole / GIB:.1f} GiB and a rank may use {job.limit_bytes / GIB:.1f}: build it in place (meta device,"
+        " deepspeed.zero.Init), or initialisation runs out of memory"
+    )
 
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary", "communication")
 
 
 def binding_category(stage: Any) -> str:
-    """The largest memory category of a stage."""
+    """The largest memory category of a stage, or ``initialisation`` where building the model needs more than a step."""
+    if stage.init_peak > stage.device:
+        return "initialisation"
     return max(CATEGORIES, key=lambda c: getattr(stage, c))

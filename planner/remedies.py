@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cost_models.job import GIB
-from planner.legality import binding_category
+from cost_models.job import GIB, Job
+from cost_models.layout import Layout
+from cost_models.memory import fits as memory_fits
+from planner.legality import binding_category, violations
 from planner.search import Outcome, Search
 from planner.space import Space, read_wishes
 from profiles.errors import InputError
@@ -22,6 +24,7 @@ REMEDIES = {
     "optimizer": "shard the optimizer (ZeRO-1) over more data-parallel ranks, or offload it to host memory",
     "temporary": "one layer or its logits are too large at once: tensor parallelism, a smaller micro batch, a chunked loss",
     "communication": "fewer axes: each communicator keeps buffers of its own",
+    "initialisation": "build the model in place (meta device, lazy initialisation), so that a rank never holds more than its part",
     "experts": "expert parallelism: spread the experts over more ranks",
 }
 """Documents' remedies by memory category (document A, the decision guide)."""
@@ -61,6 +64,22 @@ def smallest_changes(request: PlanRequest) -> list[str]:
         if fits(replace(request, job=replace(request.job, seq_len=seq))):
             out.append(f"sequences of {seq} tokens")
             break
+    return out
+
+
+def layout_changes(job: Job, layout: Layout) -> list[str]:
+    """Changes of one key of a layout that does not fit after which it does, the smallest of each kind."""
+    smaller = [m for m in range(layout.micro_batch - 1, 0, -1) if job.global_batch % (m * layout.dp) == 0]
+    choices: tuple[tuple[str, list[Any]], ...] = (
+        ("micro_batch", smaller), ("recompute", ["full"]), ("zero", list(range(layout.zero + 1, 4))), ("offload", [("optimizer",)]),
+    )  # fmt: skip
+    out = []
+    for key, values in choices:
+        for value in values:
+            changed = layout.with_(**{key: value})
+            if changed != layout and not violations(job, changed) and memory_fits(job, changed)[0]:
+                out.append(f"{key}={value[0] if isinstance(value, tuple) else value}")
+                break
     return out
 
 

@@ -11,6 +11,7 @@ from cost_models.layout import Layout
 from cost_models.memory import stage_memory
 from cost_models.moe_ops import expected_distinct, imbalance_of
 from cost_models.states import layer_weights
+from planner.experts import place
 from profiles.hardware import load_cluster
 from profiles.model import Attention, Layer, ModelSpec, Moe, uniform
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul
@@ -73,6 +74,15 @@ def test_node_limited_routing_sends_a_copy_to_each_node() -> None:
 def test_equal_expert_counts_are_not_equal_work() -> None:
     """8 tokens, E0 gets 1, E1 gets 1, E2 the other six: GPU 0 computes 2, GPU 1 computes 6; 6 / mean 4 = 1.5."""
     assert imbalance_of((1, 1, 6, 0), (0, 0, 1, 1)) == 1.5
+
+
+def test_no_placement_helps_one_hot_expert_and_two_redundant_slots_do() -> None:
+    """The same tokens: 6 is proved the best placement; with two redundant slots both ranks get 4."""
+    plain = place((1, 1, 6, 0), 2)
+    assert (plain.most_loaded, plain.proved) == (6, True)
+    spread = place((1, 1, 6, 0), 2, redundant=2)
+    assert sorted(spread.loads) == [4, 4]
+    assert spread.proved
 
 
 def test_a_hot_expert_loads_compute_buffers_and_communication_and_all_grow_with_imbalance() -> None:

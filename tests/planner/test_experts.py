@@ -45,15 +45,6 @@ def _fill(share: list[float], left: list[int], ranks: int, slots: int, best: flo
     return found
 
 
-def test_document_c_one_hot_expert_cannot_be_helped_by_placement_and_can_by_two_redundant_slots():
-    """Tokens 1, 1, 6, 0 on two ranks: 6 is proved the best; with two redundant slots both ranks get 4."""
-    plain = place((1, 1, 6, 0), 2)
-    assert (plain.most_loaded, plain.proved) == (6, True)
-    spread = place((1, 1, 6, 0), 2, redundant=2)
-    assert sorted(spread.loads) == [4, 4]
-    assert spread.proved
-
-
 @pytest.mark.parametrize("seed", range(24))
 def test_placements_of_random_small_instances_are_those_of_brute_force(seed):
     draw = random.Random(seed)
