@@ -180,6 +180,8 @@ def make_goal(
     """The Goal that ``goal_options`` describe, for a cluster of ``gpus``."""
     from planner.objectives import Failures, Goal, read_batches, read_deadline, read_tokens
 
+    if spare is not None and mtbf is None:
+        raise InputError("--spare", spare, "counts nodes that stand in for failed ones: say how often they fail", "--mtbf 6300")
     return Goal(
         objective,
         None if tokens is None else read_tokens(tokens),

@@ -28,6 +28,7 @@ from planner.space import Space, read_wishes
 from profiles.errors import DoesNotFit, InputError
 
 OBJECTIVES = ("step-time", "tokens-per-second-per-gpu", "gpu-hours", "cost", "fewest-gpus", "pareto-gpus", "pareto-memory")
+WITH_DEADLINE = ("fewest-gpus", "gpu-hours", "cost")
 MOST_BATCHES = 8
 FRONT_POINTS = 6
 ROOMIER = 0.1
@@ -64,6 +65,9 @@ class Goal:
             raise InputError("--objective", self.objective, "needs a token budget (--tokens)", "--tokens 1e12")
         if self.deadline_seconds is None and self.objective == "fewest-gpus":
             raise InputError("--objective", self.objective, "needs a deadline (--deadline)", "--deadline 30d")
+        if self.deadline_seconds is not None and self.objective not in WITH_DEADLINE:
+            rule = f"is kept by the objectives {', '.join(WITH_DEADLINE)}; {self.objective} does not look at it"
+            raise InputError("--deadline", f"{self.deadline_seconds:g} s", rule, "--objective fewest-gpus")
 
 
 def read_deadline(text: str) -> float:

@@ -37,8 +37,6 @@ from profiles.errors import DoesNotFit, InputError
 if TYPE_CHECKING:
     from planner.pools import Pools
 
-OBJECTIVES = ("step-time", "tokens-per-second-per-gpu", "gpu-hours", "cost", "fewest-gpus")
-
 
 @dataclass(frozen=True)
 class PlanRequest:

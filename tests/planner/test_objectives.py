@@ -145,7 +145,8 @@ def test_token_counts_are_decimal():
 @pytest.mark.parametrize(
     "arguments",
     [("--objective", "speed"), ("--objective", "cost"), ("--objective", "fewest-gpus"), ("--deadline", "soon"), ("--tokens", "-1"),
-     ("--tokens", "1.2.3"), ("--mtbf", "0"), ("--global-batch", "1..2")],
+     ("--tokens", "1.2.3"), ("--mtbf", "0"), ("--global-batch", "1..2"), ("--deadline", "30d"), ("--spare", "1"),
+     ("--moe-imbalance", "1.3")],
 )  # fmt: skip
 def test_goals_that_cannot_be_are_refused_in_one_line(invoke, arguments):
     base = ["plan", "llama-tiny", "--cluster", "cpu:1x2", "--seq-len", "128"]
