@@ -244,6 +244,29 @@ def test_stages_that_are_to_be_even_are_and_the_best_of_those_is_planned(executi
     assert plan.step_seconds == pytest.approx(best, rel=1e-9) and plan.certificate.proved
 
 
+def test_runners_up_differ_in_degrees_or_in_what_is_sharded_unless_similar_ones_are_asked_for() -> None:
+    j = job("llama-tiny", "cpu:1x4", 256, 16, precision="fp32")
+
+    def kind(layout: dict) -> tuple:
+        return (*(layout[k] for k in ("tp", "cp", "cp_kind", "pp", "ep", "etp")), layout["zero"] == 3)
+
+    apart, alike = solve(PlanRequest(j, top=4)), solve(PlanRequest(j, top=4, similar=True))
+    for plan in (apart, alike):
+        seconds = [r.estimate["step_seconds"] for r in plan.runners_up]
+        assert len(seconds) == 4 and seconds == sorted(seconds)
+        assert all(
+            0 <= r.chance_faster <= 1 and r.slower == pytest.approx(s / plan.step_seconds - 1)
+            for r, s in zip(plan.runners_up, seconds, strict=True)
+        )
+        assert all(
+            sum(r.loses.values()) == pytest.approx(s - plan.step_seconds, abs=1e-9)
+            for r, s in zip(plan.runners_up, seconds, strict=True)
+        )
+    kinds = [kind(p) for p in (apart.layout, *(r.layout for r in apart.runners_up))]
+    assert len(set(kinds)) == 5
+    assert len({kind(p) for p in (alike.layout, *(r.layout for r in alike.runners_up))}) < 5
+
+
 def test_a_solver_that_ran_out_of_nodes_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an answer in its nodes a column's bound stays what was known before: no better than the best of the column."""
     checked = 0
