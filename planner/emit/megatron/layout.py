@@ -33,6 +33,8 @@ def layout_flags(job: Job, layout: Layout, target: str = "megatron") -> Flags:
 
 
 def degrees(job: Job, layout: Layout, target: str) -> Flags:
+    if layout.tp > 1 and job.execution.vocab_multiple == 1:
+        raise refuse(target, "execution.vocab_multiple = 1 beside tp > 1 leaves ranks with odd parts of the vocabulary; take 128")
     flags: Flags = {
         "--micro-batch-size": (str(layout.micro_batch),),
         "--global-batch-size": (str(job.global_batch),),

@@ -12,6 +12,7 @@ import pytest
 from plans import job_of, plan_of, renamed
 from starts import started
 
+from planner.commands import launching
 from planner.emit.core import (
     LAUNCHERS,
     TARGETS,
@@ -25,6 +26,7 @@ from planner.emit.core import (
     lines,
     needs,
 )
+from planner.emit.imported import READERS
 from planner.plan import Plan
 from profiles.errors import InputError
 
@@ -176,6 +178,13 @@ def test_a_targets_option_goes_with_any_launcher(tmp_path: Path) -> None:
     options = {"tokenizer": "our tokenizer", "partition": "gpu"}
     emit(plan("megatron"), "megatron", "slurm", tmp_path / "launch", EmitSettings(options=options))
     assert "--tokenizer-model 'our tokenizer'" in (tmp_path / "launch" / "launch.sh").read_text()
+
+
+def test_the_command_offers_what_there_is() -> None:
+    """Its lists stand apart, so that --help imports no emitter."""
+    assert tuple(TARGETS) == launching.TARGETS
+    assert tuple(LAUNCHERS) == launching.LAUNCHERS
+    assert tuple(READERS) == launching.SOURCES
 
 
 def test_emission_as_json_names_the_files(invoke, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

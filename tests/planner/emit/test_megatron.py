@@ -273,6 +273,15 @@ def test_the_folder_says_what_to_set_and_how_to_compare(tmp_path: Path) -> None:
     assert "a step (80 % interval" in readme
 
 
+def test_the_vocabulary_is_padded_to_more_than_tp_alone() -> None:
+    """cases.md B10: never divisor 1 beside tp."""
+    odd = replace(job_of("gpt2", "h100-sxm:1x8", seq_len=1024), execution=load_execution("megatron", {"vocab_multiple": "1"}))
+    assert flags(program(plan_of(odd, "tp=1"), EmitSettings()))["--make-vocab-size-divisible-by"] == ["1"]
+    with pytest.raises(InputError, match="vocab_multiple = 1 beside tp"):
+        program(plan_of(odd, "tp=2", legal=False), EmitSettings())
+    assert emitted("gpt2", "tp=2", "h100-sxm:1x8", seq_len=1024)["--make-vocab-size-divisible-by"] == ["128"]
+
+
 def overlapped() -> Job:
     execution = load_execution("megatron", {"tp_overlap": "userbuffers"})
     return replace(job_of(), execution=execution)
