@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -78,9 +78,21 @@ class TrainSettings(BaseModel):
     """How long a collective may wait for another rank."""
 
 
+class _Words(argparse.ArgumentParser):
+    """A parser whose faults are InputErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        kind, _, rest = message.removeprefix("argument ").partition(": ")
+        if kind == "unrecognized arguments":
+            near = get_close_matches(rest.split()[0], self._option_string_actions, 1)
+            raise InputError("arguments", rest, "are not known", next(iter(near), None))
+        rule, _, value = rest.rpartition(": ")
+        raise InputError(kind, value.strip("'"), rule or "is missing")
+
+
 def parser() -> argparse.ArgumentParser:
-    """The words of ``axisplan worker``, which ``axisplan run`` and launch.sh pass on."""
-    made = argparse.ArgumentParser("axisplan worker")
+    """The words of ``axisplan worker``, which ``axisplan run`` and launch.sh pass on. Its faults are InputErrors."""
+    made = _Words("axisplan worker", allow_abbrev=False)
     made.add_argument("action", choices=["train"])
     made.add_argument("plan", type=Path)
     made.add_argument("--settings", type=Path)

@@ -29,9 +29,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run the worker and end the process with its exit code."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    arguments = parser().parse_args(argv)
     try:
-        code = _train(arguments)
+        code = _train(parser().parse_args(argv))
     except BaseException as error:
         _explain(error)
         code = error.exit_code if isinstance(error, AxisplanError) else 130 if isinstance(error, KeyboardInterrupt) else 1

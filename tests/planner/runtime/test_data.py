@@ -94,6 +94,8 @@ def settings_of(*words: str) -> TrainSettings:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (("--step", "2"), "arguments: '--step 2': are not known; nearest: --steps"),
+        (("--steps", "two"), "--steps: 'two': invalid int value"),
         (("--set", "checkpoint_evry=2"), "--set: 'checkpoint_evry': is no training setting; nearest: checkpoint_every"),
         (("--steps", "0"), "steps: 0: should be greater than 0; nearest: 20"),
         (("--set", "final_rate=2"), "final_rate: 2: should be less than or equal to 1; nearest: 1.0"),
