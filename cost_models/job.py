@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cost_models.execution import Execution
+from cost_models.hashing import HashedOnce
 from profiles.errors import InputError
 from profiles.hardware import ClusterSpec
 from profiles.model import ModelSpec
@@ -33,7 +33,7 @@ class MeasuredLayer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(HashedOnce):
     """A model, the cluster it trains on, the framework that runs it, and the batch.
 
     ``seq_len`` in tokens, ``global_batch`` in sequences a step. ``moe_imbalance`` is max / mean tokens of an expert-parallel rank
@@ -96,13 +96,7 @@ class Job:
         """Whether the linear layers of a part carry adapters."""
         return self.lora_rank > 0 and part in (self.lora_targets or ADAPTED)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:
-        """Computed once: a job is the key of every memory of costs, and a model is long to hash."""
-        return self._hash
+    __hash__ = HashedOnce.__hash__  # a job is the key of every memory of costs, and a model is long to hash
 
     @property
     def gathered_element(self) -> float:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from cost_models.hashing import HashedOnce
 from cost_models.layout_text import integer, one_of, pairs, shown, value_of
 from profiles.errors import InputError
 
@@ -104,7 +105,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(HashedOnce):
     """The degrees, order, schedule and recompute choice. All counts are positive integers.
 
     ``cp_kind`` is ``ring``, ``ulysses``, ``allgather``, or ``ring2xulysses4``; ``order`` lists the axes innermost first, e.g.
@@ -134,13 +135,7 @@ class Layout:
     """Capacity factor of dropping MoE dispatch; 0 = dropless."""
     offload: tuple[str, ...] = ()
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:
-        """Computed once: a layout is the key of most memories of costs."""
-        return self._hash
+    __hash__ = HashedOnce.__hash__
 
     # -- identities -------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,14 @@ def test_a_precision_is_known_however_it_is_written(text: str, precision: str) -
     assert precision_of(text, []) == precision
 
 
+def test_mixed_precision_alone_is_the_16_bits_that_the_gpu_has_and_says_so() -> None:
+    guessed: list[str] = []
+    assert precision_of("mixed precision", guessed) == "bf16"
+    assert precision_of("fp16 mixed", guessed) == "fp16"
+    assert precision_of("mixed", guessed, ("fp16", "fp32")) == "fp16"
+    assert guessed == ["precision mixed precision is bf16", "precision fp16 mixed is fp16", "the GPU has no bf16 products: fp16"]
+
+
 def test_a_precision_that_the_gpu_lacks_runs_in_the_next_wider_one_and_says_so() -> None:
     guessed: list[str] = []
     assert precision_of("fp8", guessed, ("fp16", "bf16", "fp32")) == "bf16"
@@ -124,6 +132,49 @@ def test_any_gpu_under_any_framework_gets_a_step_time_between_a_tenth_and_the_pe
         run = to_run({**LLAMA, "gpu": gpu, "framework": framework, "precision": precision, "recompute": "none", **cells})
         found = mfu(run)
         assert 0.10 < found < (0.85 if run.job.precision == "bf16" else 1.4), (gpu, framework, precision, found)
+
+
+@pytest.mark.parametrize(
+    ("framework", "cells", "execution"),
+    [
+        ("LLM Foundry (Composer)", {"zero": "FULL_SHARD"}, "fsdp-2023-composer"),
+        ("Megatron-DeepSpeed", {"tp": "4", "pp": "2", "zero": "1"}, "megatron-2022-vtrain"),
+        ("Colossal-AI (Gemini)", {"tp": "2"}, "megatron"),
+        ("Nanotron", {"tp": "4", "pp": "2"}, "megatron"),
+        ("GPT-NeoX", {"tp": "2", "zero": "1"}, "megatron"),
+        ("Levanter (JAX)", {"zero": "fsdp"}, "fsdp-2024-jax"),
+        ("MaxText-like XLA trainer in JAX", {"zero": "3"}, "fsdp-2024-jax"),
+        ("veScale", {"zero": "fsdp"}, "torchtitan"),
+        ("fairseq", {"zero": "fsdp"}, "fsdp"),
+        ("OLMo-core", {"zero": "hsdp"}, "fsdp"),
+        ("Primus-TorchTitan", {"zero": "fsdp"}, "torchtitan-2024"),
+        ("Primus (Megatron-LM)", {"tp": "1", "zero": "1"}, "megatron"),
+        ("NeMo 25.09", {"tp": "2"}, "megatron-2025-nemo"),
+        ("NeMo 24.07", {"tp": "2"}, "megatron-2024-nemo"),
+        ("Megatron-Bridge (NeMo 26.08)", {"tp": "2"}, "megatron-2025-bridge"),
+        ("Hugging Face Accelerate", {"zero": "fsdp"}, "accelerate"),
+        ("in-house", {"zero": "fsdp"}, "torchtitan"),
+        ("in-house", {"tp": "8"}, "megatron"),
+        ("", {}, "megatron"),
+    ],
+)  # fmt: skip
+def test_frameworks_that_no_published_row_names_get_a_preset_and_what_was_assumed(
+    framework: str, cells: dict[str, str], execution: str
+) -> None:
+    run = to_run({**LLAMA, "gpu": "H200-141GB-SXM", "framework": framework, **cells})
+    assert run.job.execution.name == execution
+    known = ("LLM Foundry", "Megatron-Bridge", "NeMo", "Levanter", "MaxText", "OLMo", "Megatron-DeepSpeed", "Hugging Face", "Primus")
+    assert any("assumed" in g or "as " in g for g in run.guessed) or framework.startswith(known)
+    found = predict(run)
+    assert 0.1 < mfu(run) < 0.85
+    assert 1.02 < found.high / found.seconds < 1.35
+
+
+@pytest.mark.parametrize("gpu", ["B200", "GB200", "MI300X"])
+def test_torchtitan_on_a_gpu_of_2025_is_that_of_2025(gpu: str) -> None:
+    run = to_run({**LLAMA, "gpu": gpu, "framework": "torchtitan", "zero": "fsdp"})
+    assert (run.job.execution.name, run.job.execution.attention) == ("torchtitan", "cudnn")
+    assert "TorchTitan of mid-2025 or later" in run.guessed
 
 
 @pytest.mark.parametrize("gpu", ["GB300", "B300", "GB200", "B200", "H200-141GB-SXM", "MI300X"])
