@@ -196,6 +196,10 @@ def candidate_rows(point: Point) -> list[dict[str, Any]]:
     if point.request is None:
         return [{**dict.fromkeys(CANDIDATE_COLUMNS), **point.values, "fits": False, "reason": point.refused}]
     try:
+        if point.request.job.cluster.pools:
+            raise InputError(
+                "--candidates", point.values["cluster"], "candidates are listed for one GPU type, not for pools of several", None
+            )
         found, outcome = search(replace(point.request, top=0))
     except InputError as error:
         return [{**dict.fromkeys(CANDIDATE_COLUMNS), **point.values, "fits": False, "reason": one_line(error)}]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
 from planner import sweep as sweeps
 from planner.solve import PlanRequest, solve
-from planner.sweep import Sweep, points, run, to_csv, varying
+from planner.sweep import Point, Sweep, candidate_rows, points, run, to_csv, varying
+from profiles.cluster import Pool
 from profiles.errors import InputError
+from profiles.hardware import load_gpu
 from tests.planner.jobs import job
 
 
@@ -47,6 +50,14 @@ def test_a_row_is_the_plan_of_its_point_and_one_without_a_plan_has_the_reason():
     assert rows[2]["reason"]
     tight = Sweep(request(memory_limit_bytes=2**28), ("h100-sxm:1x4",), (1,))
     assert "no feasible layout" in run(tight, jobs=1)[0]["reason"]
+
+
+def test_candidates_of_a_mixed_cluster_are_refused_with_the_reason():
+    one = job("llama-tiny", "h100-sxm:1x4", 256, 8)
+    pools = tuple(Pool(gpu=load_gpu(name), gpus=2) for name in ("h100-sxm-80gb", "a100-sxm-80gb"))
+    mixed = replace(one, cluster=replace(one.cluster, kind="", pools=pools))
+    (row,) = candidate_rows(Point({"cluster": "mixed"}, PlanRequest(mixed)))
+    assert row["fits"] is False and "one GPU type" in row["reason"]
 
 
 def test_finished_points_are_taken_up_again_and_the_others_planned(tmp_path, monkeypatch):
