@@ -163,7 +163,17 @@ def test_frameworks_that_no_published_row_names_get_a_preset_and_what_was_assume
 ) -> None:
     run = to_run({**LLAMA, "gpu": "H200-141GB-SXM", "framework": framework, **cells})
     assert run.job.execution.name == execution
-    known = ("LLM Foundry", "Megatron-Bridge", "NeMo", "Levanter", "MaxText", "OLMo", "Megatron-DeepSpeed", "Hugging Face", "Primus")
+    known = (
+        "LLM Foundry",
+        "Megatron-Bridge",
+        "NeMo",
+        "Levanter",
+        "MaxText",
+        "OLMo",
+        "Megatron-DeepSpeed",
+        "Hugging Face",
+        "Primus",
+    )
     assert any("assumed" in g or "as " in g for g in run.guessed) or framework.startswith(known)
     found = predict(run)
     assert 0.1 < mfu(run) < 0.85
