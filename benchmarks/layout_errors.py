@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/layout_errors.py --out layout_errors.csv
 
-About 120 layouts on 1 to 8 processes; a line each as it is done. Exit code 1 when one exceeds 1e-9.
+About 140 layouts on 1 to 8 processes; a line each as it is done. Exit code 1 when one exceeds 1e-9.
 """
 
 from __future__ import annotations
