@@ -52,13 +52,13 @@ def source(name: str) -> str:
     """Which parser a judge asks: a commit, or a pinned package."""
     pins: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "tests" / "oracles" / "pins.toml").read_text(encoding="utf-8"))
     if name in CHECKOUTS:
-        commit = git(Path(where().get(CHECKOUTS[name], "")), "log", "-1", "--format=%H of %cs")
+        commit = git(Path(where().get(CHECKOUTS[name], "")), "log", "-1", "--format=%h of %cs")
         pinned = next(iter(pins["bridge" if name == "megatron-bridge" else "megatron"]["sources"].values()))
         return f"{NAMES[name]}, commit {commit}" if commit else f"wheel {pinned}"
     if name in PACKAGES:
         return ", ".join(pins[PACKAGES[name]]["packages"][: 4 if name == "kubernetes" else 1])
     if name == "slurm":
-        return subprocess.run(["sbatch", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(["/usr/sbin/slurmctld", "-V"], capture_output=True, text=True, check=False).stdout.strip()
     if name == "torchrun":
         import torch
 
