@@ -56,9 +56,13 @@ def start(command: Sequence[str]) -> None:
     """What an emitted launch.sh becomes: torchrun and its words, one of whose is ``train``, looked after as ``axisplan run`` does."""
     words = command[list(command).index("train") :]
     arguments = parser().parse_args(words)
+    if arguments.restarts < 0:
+        raise InputError("--restarts", arguments.restarts, "must not be negative", 0)
     node = os.environ.get("NODE_RANK")
     log = checked(arguments, alone=False) / ("workers.log" if node is None else f"workers-{node}.log")
-    supervise(command, shown(arguments.json), dict(os.environ), log=log)
+    torchrun, *rest = command
+    again = ["--max-restarts", str(arguments.restarts)] if arguments.restarts else []
+    supervise([torchrun, *again, *rest], shown(arguments.json), dict(os.environ), log=log)
 
 
 def checked(arguments: argparse.Namespace, *, alone: bool) -> Path:

@@ -109,6 +109,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other training setting")
     made.add_argument("--json", action="store_true", help="records as JSON lines")
+    made.add_argument(
+        "--restarts", type=int, default=0, help="how often torchrun starts all workers again: the launcher's business"
+    )
     return made
 
 

@@ -23,7 +23,7 @@ from cost_models.runs import load_runs, read_rows
 from cost_models.step import estimate
 from planner import plan as plans
 from planner.runtime.checkpoint import latest
-from planner.runtime.launch import launch, stopped, why
+from planner.runtime.launch import launch, start, stopped, why
 from planner.runtime.stop import workers_of
 from profiles.errors import AxisplanError, InputError
 from profiles.hardware import load_cluster
@@ -175,6 +175,20 @@ def test_a_command_that_is_ended_leaves_no_process(tmp_path: Path, how: signal.S
     while alive(str(tmp_path)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not alive(str(tmp_path))
+
+
+def test_launch_sh_hands_restarts_to_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("planner.runtime.launch.supervise", lambda command, *_, log: seen.extend((command, log)))
+    path = folder(tmp_path, out="run")
+    words = ["torchrun", "--standalone", "--no-python", "axisplan", "worker", *arguments(path, "--restarts", "3")]
+    start(words)
+    assert seen == [["torchrun", "--max-restarts", "3", *words[1:]], tmp_path / "run" / "workers.log"]
+    monkeypatch.setenv("NODE_RANK", "1")
+    start(words[:-2])
+    assert seen[2:] == [words[:-2], tmp_path / "run" / "workers-1.log"]
+    with pytest.raises(InputError, match="--restarts: -1: must not be negative; nearest: 0"):
+        start([*words[:-1], "-1"])
 
 
 def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
