@@ -41,7 +41,7 @@ CONTRACTS: dict[str, Contract] = {
     )),
     "rms_norm": Contract(("x", "weight", "rstd"), (
         Fused("torch's fused RMSNorm", "_fused_rms_norm_backward", ("input", "rstd", "weight"), "the same; the runtime calls this kernel"),
-        Fused("Transformer Engine with zero_centered or memory_efficient norms, Apex", "", ("output", "weight", "rstd"),
+        Fused("Apex with memory_efficient", "", ("output", "weight", "rstd"),
               "less: the output, which the next linear layer keeps anyway, stands for the input"),
     )),
     "cross_entropy": Contract(("logits", "targets", "logsumexp"), (
