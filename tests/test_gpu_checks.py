@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,19 +14,9 @@ import pytest
 from profiles.hardware import load_gpu
 from profiles.measure.samples import Sample, save_samples
 from profiles.operations import Matmul
+from tests.scripts import script
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-def script(name: str) -> ModuleType:
-    """A script of ``benchmarks`` as a module."""
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 report = script("gpu_report").report
 MEMORY = {"peak_allocated": 105.0}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
 from cost_models.runs import Run, load_runs, read_rows
+from tests.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = (
@@ -20,18 +20,12 @@ QUICK = (
 )
 
 
-@cache
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("known_layouts", ROOT / "benchmarks" / "known_layouts.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+KNOWN: Any = script("known_layouts")
 
 
 @cache
 def published() -> dict[str, Run]:
-    return {run.id: run for run in script().chosen(load_runs(read_rows(ROOT / "tests" / "data" / "runs.csv"))[0])}
+    return {run.id: run for run in KNOWN.chosen(load_runs(read_rows(ROOT / "tests" / "data" / "runs.csv"))[0])}
 
 
 def test_each_model_gpu_and_count_has_the_fastest_of_its_grade_a_runs() -> None:
@@ -42,7 +36,7 @@ def test_each_model_gpu_and_count_has_the_fastest_of_its_grade_a_runs() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_our_plan_is_predicted_at_most_as_slow_as_the_published_layout(name: str) -> None:
-    row = script().compare(published()[name])
+    row = KNOWN.compare(published()[name])
     assert row["published_fits"] and not row["broken"]
     assert row["verdict"] == "as fast"
     assert row["ours_s"] <= row["published_s"] * (1 + 1e-9)
@@ -51,5 +45,5 @@ def test_our_plan_is_predicted_at_most_as_slow_as_the_published_layout(name: str
 @pytest.mark.verify
 @pytest.mark.parametrize("name", sorted(published()))
 def test_no_published_layout_is_predicted_faster(name: str) -> None:
-    row = script().compare(published()[name])
+    row = KNOWN.compare(published()[name])
     assert row["verdict"] in ("as fast", "published does not fit"), row
