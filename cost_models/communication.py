@@ -47,11 +47,11 @@ class Exchange:
     of the bytes between domains that is left where one copy of a token goes to each node (DeepEP, HybridEP: ``forwarded`` from
     there to its experts' ranks, so that every copy travels inside a node as well), and the ``outside_efficiency`` of that."""
 
-    efficiency: float = 1.0
-    seconds: float = 0.0
-    outside: float = 1.0
-    outside_efficiency: float = 1.0
-    forwarded: bool = False
+    efficiency: Number = 1.0
+    seconds: Number = 0.0
+    outside: Number = 1.0
+    outside_efficiency: Number = 1.0
+    forwarded: Any = False
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,19 @@ Price = Callable[[str, Number, Number, Number], Number]
 """Seconds of a collective of a kind, from its bytes, ranks and stride."""
 
 
-def exchanged(price: Price, cluster: ClusterSpec, exchange: Exchange, bytes: Number, ranks: Number, stride: Number) -> Number:
-    """Seconds of one all-to-all of tokens: the slower of what stays inside the innermost domain and what leaves it."""
+def exchanged(
+    price: Price, cluster: ClusterSpec, exchange: Exchange, bytes: Number, ranks: Number, stride: Number, *, any_order: bool = False
+) -> Number:  # fmt: skip
+    """Seconds of one all-to-all of tokens: the slower of what stays inside the innermost domain and what leaves it. ``any_order``: at
+    least, however the group's ranks lie; how many of them share a domain says how long forwarding inside it takes, so that it is left
+    out."""
     inside = minimum(ranks, maximum(1, cluster.levels[0].size // maximum(stride, 1)))
-    part = (bytes if exchange.forwarded else bytes * inside / ranks) / exchange.efficiency
+    part = where(exchange.forwarded, bytes, bytes * inside / ranks) / exchange.efficiency
     whole = bytes * exchange.outside / exchange.outside_efficiency
     within = 0.0 if always_one(inside) else where(inside > 1, price("all_to_all", part, inside, stride), 0.0)
     across = 0.0 if nowhere(inside < ranks) else where(inside < ranks, price("all_to_all", whole, ranks, stride), 0.0)
+    if any_order:
+        within = where(exchange.forwarded, 0.0, within)
     return maximum(within, across) + exchange.seconds
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from cost_models.arrays import maximum, plain
+import numpy as np
+
+from cost_models.arrays import always_one, maximum, plain, where
 from cost_models.communication import Exchange, Network, Pass, Priced, add_bytes, bytes_by_link, exposed, hidden, paired
 from cost_models.compute import Compute, host_seconds, is_host, price, price_in_ring, ring_launches, with_activation
 from cost_models.execution import Execution
@@ -229,28 +231,32 @@ def with_activations(job: Job, unit: Unit, cost: LayerCost) -> LayerCost:
     )
 
 
-def exchange_of(job: Job, layout: Layout, unit: Unit) -> Exchange | None:
+def exchange_of(job: Job, degrees: Any, unit: Unit) -> Exchange | None:
     """How this unit's tokens travel: DeepEP and HybridEP send one copy of a token to each node that holds one of its experts."""
     moe = kind_of(job, unit).ffn
-    if not isinstance(moe, Moe) or layout.ep == 1:
+    if not isinstance(moe, Moe) or always_one(degrees.ep):
         return None
-    execution = job.execution
-    if layout.dispatcher not in ("deepep", "hybridep"):
+    execution, cluster = job.execution, job.cluster
+    if degrees.dispatcher not in ("deepep", "hybridep"):
         return Exchange(execution.exchange_efficiency, execution.exchange_seconds)
-    tokens = layout.micro_batch * job.seq_len / layout.cp / (layout.tp if layout.sp else 1)
-    overhead = execution.exchange_seconds + execution.deduplicated_token_seconds * tokens
-    nodes = -(-layout.ep * layout.etp // job.cluster.gpus_per_node)
-    if nodes == 1:
-        racks = job.cluster.levels[0].size > job.cluster.gpus_per_host
-        return Exchange(1.0 if racks else execution.deduplicated_efficiency, overhead)
-    outside = min(1.0, nodes_reached(moe, nodes) / float(expected_distinct(moe.experts, moe.top_k, layout.ep)))
+    tokens = degrees.micro_batch * job.seq_len / degrees.cp / where(degrees.sp, degrees.tp, 1)
+    nodes = -(-degrees.ep * degrees.etp // cluster.gpus_per_node)
+    racks = cluster.levels[0].size > cluster.gpus_per_host
     return Exchange(
-        execution.deduplicated_efficiency,
-        overhead,
-        outside,
-        execution.deduplicated_network_efficiency,
-        True,
+        where(nodes == 1, 1.0 if racks else execution.deduplicated_efficiency, execution.deduplicated_efficiency),
+        execution.exchange_seconds + execution.deduplicated_token_seconds * tokens,
+        _outside(moe, nodes, degrees.ep),
+        where(nodes == 1, 1.0, execution.deduplicated_network_efficiency),
+        nodes > 1,
     )
+
+
+def _outside(moe: Moe, nodes: Number, ep: Number) -> Number:
+    """Copies of a token that go to other nodes over those that go to ranks: 1 where the group lies in one node."""
+    if isinstance(nodes, np.ndarray):
+        known = {pair: _outside(moe, *pair) for pair in {*zip(nodes.tolist(), ep.tolist(), strict=True)}}
+        return np.array([known[pair] for pair in zip(nodes.tolist(), ep.tolist(), strict=True)])
+    return 1.0 if nodes == 1 else min(1.0, nodes_reached(moe, nodes) / float(expected_distinct(moe.experts, moe.top_k, ep)))
 
 
 def nodes_reached(moe: Moe, nodes: int) -> float:

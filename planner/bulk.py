@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cost_models.communication import Exchange, exchanged, reach
 from cost_models.job import Job
 from cost_models.layout import RecomputeRule
-from cost_models.passes import NO_RECOMPUTE, unit_passes
+from cost_models.passes import NO_RECOMPUTE, exchange_of, unit_passes
 from cost_models.units import EMBEDDING, HEAD, MTP, Unit
 from planner.rules.core import limits_of
 from profiles.hardware import ClusterSpec
@@ -121,7 +121,8 @@ def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") ->
 
 def _seconds(job: Job, degrees: Degrees, unit: Unit, modes: Sequence[RecomputeRule]) -> tuple[Floats, Floats, Floats]:
     """(f, b by mode, w) of a unit by key."""
-    one, nothing = unit_passes(job, Closest(job, degrees), unit, modes), np.zeros(len(degrees.tp))
+    one = unit_passes(job, Closest(job, degrees, exchange_of(job, degrees, unit)), unit, modes)
+    nothing = np.zeros(len(degrees.tp))
     b = np.stack([nothing + one.backward_input.seconds + again.seconds for again in one.recompute], axis=1)
     return nothing + one.forward.seconds, b, nothing + one.backward_weight.seconds
 
@@ -132,23 +133,23 @@ class Closest:
 
     job: Job
     layout: Any
+    exchange: Exchange | None = None
 
     @property
     def cluster(self) -> ClusterSpec:
         return self.job.cluster
 
     def seconds(self, kind: str, axis: str, bytes: Any, count: Any = 1) -> Any:
-        """Least seconds; 0 where nothing moves, and for exchanges that are priced by nodes."""
+        """Least seconds; 0 where nothing moves, and for exchanges that other work may hide whole."""
         execution, cluster = self.job.execution, self.job.cluster
         ranks, stride = (np.asarray(x) for x in self.groups[axis])
-        if axis in ("ep", "etp_ep") and (execution.ep_overlap or self.layout.dispatcher in ("deepep", "hybridep")):
+        if axis in ("ep", "etp_ep") and execution.ep_overlap:
             return 0.0
         size = np.asarray(bytes)
         if kind == "send_recv":
             seconds = cluster.collective_seconds(kind, size, np.full_like(ranks, 2), reach(cluster, ranks, stride))
-        elif axis == "ep" and kind == "all_to_all":
-            exchange = Exchange(execution.exchange_efficiency, execution.exchange_seconds)
-            seconds = exchanged(cluster.collective_seconds, cluster, exchange, size, ranks, stride)
+        elif axis == "ep" and kind == "all_to_all" and self.exchange is not None:
+            seconds = exchanged(cluster.collective_seconds, cluster, self.exchange, size, ranks, stride, any_order=True)
         else:
             seconds = cluster.collective_seconds(kind, size, ranks, stride)
         return np.where((ranks > 1) & (size > 0), seconds, 0.0) * count
