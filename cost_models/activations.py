@@ -149,7 +149,7 @@ def assemble(
         weight_pass = weight_pass - above
     input_pass = unit_memory(job, degrees, "joining").kept + above
     bucket = maximum(buckets.of_layers, buckets.of_head if last else 0)
-    ending = weight_pass_peak(job, degrees, _weight_pass_units(job, degrees, runs, last=last), bucket)
+    ending = weight_pass_peak(_weight_pass_units(job, degrees, runs, last=last), bucket)
     return ChunkMemory(kept, weight_pass, loss, backward, largest, input_pass, ending)
 
 
@@ -187,18 +187,23 @@ def shared_gradient(job: Job, degrees: Any, weight: str) -> Number:
 
 
 def _weight_pass_units(job: Job, degrees: Any, runs: Iterable[Run], *, last: bool) -> list[split_backward.Unit]:
-    """The units of a chunk in the order of its weight-gradient pass."""
+    """The units of a chunk in the order of its weight-gradient pass. Prediction modules make gradients of embedding and head too:
+    a tied head's are apart until the pass ends, those of a head of its own are added as they come (two and their sum)."""
 
-    def unit(name: int | str, rule: RecomputeRule, count: int) -> split_backward.Unit:
+    def unit(name: int | str, rule: RecomputeRule = PLAIN, count: int = 1) -> split_backward.Unit:
         memory = unit_memory(job, degrees, name, rule)
-        return name, count, memory.weight_pass, memory.within
+        return count, memory.weight_pass, split_backward.own_gradients(job, degrees, name), memory.within
 
     layers = [unit(run.kind, run.rule, run.count) for run in runs]
     if not last:
         return layers
-    modules = [unit("mtp", PLAIN, job.model.mtp)] if job.model.mtp else []
-    head = [unit("head", PLAIN, 1)]
-    return [*head, *layers, *modules] if job.model.tied else [*layers, *modules, *head]
+    head = unit("head")
+    if job.model.mtp:
+        lookup, again = shared_gradient(job, degrees, "embedding"), shared_gradient(job, degrees, "head")
+        count, held, own, within = unit("mtp", count=job.model.mtp)
+        layers.append((count, held, own + lookup + (again if job.model.tied else 0), within))
+        head = head if job.model.tied else (*head[:3], 3 * again)
+    return [head, *layers] if job.model.tied else [*layers, head]
 
 
 def _unit_by_unit(

@@ -18,8 +18,8 @@ from cost_models.layer_cost import LOSS, LayerCost, Local
 from cost_models.stage_states import unit_holding
 from profiles.operations import GroupedMatmul, Matmul, Number
 
-Unit = tuple[int | str, int, Number, Number]
-"""(unit, how many in a row, bytes that its weight-gradient pass holds, ``within``)."""
+Unit = tuple[int, Number, Number, Number]
+"""(how many in a row, bytes that a unit's weight-gradient pass holds, of the gradients it makes, ``within``)."""
 
 
 def above_weights(cost: LayerCost) -> Number:
@@ -52,13 +52,12 @@ def within(job: Job, cost: LayerCost) -> Number:
     return most
 
 
-def weight_pass_peak(job: Job, degrees: Any, units: Iterable[Unit], bucket: Number) -> Number:
+def weight_pass_peak(units: Iterable[Unit], bucket: Number) -> Number:
     """The most beyond what a chunk holds for its weight-gradient pass; ``units`` in the order of the pass; ``bucket``: the buffer
     that the gradients are taken into at its end."""
     most: Number = 0
     beyond: Number = 0
-    for unit, count, held, inner in units:
-        own = own_gradients(job, degrees, unit)
+    for count, held, own, inner in units:
         most = maximum(most, beyond + inner)
         most = maximum(most, beyond + (count - 1) * (own - held) + inner)
         beyond = beyond + count * (own - held)
