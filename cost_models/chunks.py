@@ -14,6 +14,7 @@ from typing import Any
 from cost_models.activations import runs_of
 from cost_models.communication import Network, add_bytes
 from cost_models.job import Job
+from cost_models.layer_cost import Local
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.passes import NO_RECOMPUTE, PassSeconds, layer_key, unit_seconds, unit_weights
 from cost_models.pipeline import Timeline, simulate
@@ -21,7 +22,7 @@ from cost_models.stage_states import ranks_chunks, stage_holding, stage_units
 from cost_models.states import Holding
 from cost_models.units import EMBEDDING, HEAD, MTP, Unit, unit_cost
 from cost_models.update import Update, update_seconds
-from profiles.operations import Matmul
+from profiles.operations import Matmul, Number
 
 Part = tuple[Unit, RecomputeRule]
 """A unit and its recompute rule."""
@@ -166,11 +167,11 @@ def blocks_transfers(job: Job, schedule: str) -> bool:
     return job.execution.p2p_blocking if schedule in ("gpipe", "1f1b") else not job.execution.p2p_overlap
 
 
-def boundary_bytes(job: Job, layout: Layout) -> float:
-    """Bytes one rank sends to the next stage for one microbatch."""
-    tokens = layout.micro_batch * job.seq_len / layout.cp
-    split = layout.tp if layout.sp or job.execution.p2p_scatter else 1
-    return tokens * job.model.hidden * (4 if job.precision == "fp32" else 2) / split
+def boundary_bytes(job: Job, degrees: Any) -> Number:
+    """Bytes one rank sends to the next stage for one microbatch; numbers or arrays of degrees."""
+    local = Local(job, degrees)
+    split = degrees.tp if job.execution.p2p_scatter else local.sp
+    return degrees.micro_batch * job.seq_len / local.cp * job.model.hidden * local.bytes / split
 
 
 def boundary_seconds(job: Job, layout: Layout) -> float:
