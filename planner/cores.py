@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.chunks import blocks_transfers, boundary_bytes
+from cost_models.communication import reach
 from cost_models.layout import SPLIT_BACKWARD, V_SHAPED, divisors
-from planner.bulk import Bulk
+from planner.bulk import Bulk, degrees_of
 from planner.bulk_bytes import states_of
 from planner.bulk_sharding import Ends, Sharding
-from planner.columns import Column, PathStore, blocks_transfers
+from planner.columns import Column, PathStore
 from planner.rows import Rows
 from planner.shapes import ROUNDING, Costs, Shape
 
@@ -35,6 +38,14 @@ class Main:
     layers: int
     pattern: tuple[int, ...]
     totals: Ints
+
+    @cached_property
+    def first(self) -> int:
+        """How many layers of one other kind stand before all of the main kind; 0 where layers of others stand elsewhere."""
+        if self.kind is None or self.kind not in self.pattern:
+            return 0
+        number = self.pattern.index(self.kind)
+        return number if len({*self.pattern[:number]}) == 1 and {*self.pattern[number:]} == {self.kind} else 0
 
 
 class Cores:
@@ -67,8 +78,13 @@ class Cores:
         if key not in self._shapes:
             schedule, pp, vpp, microbatches = key
             blocking = blocks_transfers(self.job, schedule)
-            self._shapes[key] = Shape(key, lambda: self.store.of(schedule, pp, vpp, microbatches, blocking))
+            find = partial(self.store.of, schedule, pp, vpp, microbatches, blocking)
+            self._shapes[key] = Shape(key, find, self.leading(key))
         return self._shapes[key]
+
+    def leading(self, key: Key) -> int:
+        """Leading layers of another kind that are counted one by one, at most one a rank's first chunk more than the next rank's."""
+        return self.main.first if self.main.first <= key[1] else 0
 
     # -- what may be done within a time --------------------------------------------------------------------------------
 
@@ -84,7 +100,7 @@ class Cores:
 
     def glance(self, key: Key, rows: Ints, seconds: float) -> Ints:
         """The rows whose ranks could hold all layers within ``seconds`` of pipeline before the schedule's paths are known: a rank waits for
-        a layer of each chunk before its own, and does all its microbatches."""
+        a layer of each chunk before its own, and does all its microbatches; or the first one passes all ranks, and a rank does the rest."""
         schedule, pp, vpp, m = key
         c = self.quick(rows, key)
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
@@ -92,21 +108,39 @@ class Cores:
         ends = np.zeros((len(rows), pp))
         ends[:, 0] += c.embedding.sum(axis=1)
         ends[:, last] += c.head.sum(axis=1)
+        lead, quicker = self.leading(key), c.quicker.sum(axis=1)[:, None]
+        less = c.credit.sum(axis=1) + lead * quicker[:, 0]
         credit = vpp * c.credit[:, :1]
-        if pp > 1 and schedule in ("1f1b", "gpipe"):
-            total = each * self.main.layers + ends.sum(axis=1) - c.credit.sum(axis=1)
-            budget = (seconds - total[:, None]) / max(m - 1, 1e-9) - ends
-        else:
-            wait = c.f - c.hidden[:, 0] + (c.b + c.w if schedule == "interleaved" else 0.0)
-            wait = np.maximum(0.0, wait[:, None] * np.arange(pp) - c.credit.sum(axis=1)[:, None])
-            budget = (seconds - wait) / m - ends
-        most = np.floor((budget + credit) / np.maximum(each[:, None], 1e-30) + ROUNDING)
+        spare = credit + np.maximum(lead - np.arange(pp), 0) * quicker
+        wait = c.f - c.hidden[:, 0] + (c.b + c.w if schedule in ("1f1b", "gpipe", "interleaved") else 0.0)
+        wait = np.maximum(0.0, wait[:, None] * np.arange(pp) - less[:, None])
+        budget = (seconds - wait) / m - ends
+        if pp > 1 and m > 1 and schedule in ("1f1b", "gpipe"):
+            total = each * self.main.layers + ends.sum(axis=1) - less
+            after = (seconds - total[:, None]) / (m - 1) - ends
+            if schedule == "1f1b":
+                after += self._ahead(rows, c, after + spare, each, m)
+            budget = np.minimum(budget, after)
+        most = budget + spare
+        most = np.floor(most / np.maximum(each[:, None], 1e-30) + ROUNDING)
         good = np.flatnonzero((most >= vpp).all(axis=1) & (most.sum(axis=1) >= self.main.layers))
         if not len(good):
             return rows[:0]
         rows, budget = rows[good], (budget + credit)[good]
         loosest = self.costs(rows, key, max(self.rows.held.state), rows, bare=True)
         return rows[self.shape(key).ranks_hold(loosest, budget, self.main.layers)]
+
+    def _ahead(self, rows: Ints, c: Costs, budget: Floats, each: Floats, microbatches: int) -> Floats:
+        """Row x rank: seconds a microbatch of the forwards that a rank of 1F1B has done when its first backward comes, which the path
+        through all ranks does not meet again: at most those of the layers that ``budget`` then has room for."""
+        pp = budget.shape[1]
+        share = np.minimum(np.arange(pp)[::-1], microbatches - 1) / (microbatches - 1)
+        f = self.passes(rows).f.max(axis=1)[:, None]
+        first = np.zeros_like(budget)
+        first[:, 0] = c.embedding[:, 0]
+        layers = np.maximum(0.0, budget + share * first) / np.maximum(each[:, None] - share * f, 1e-30)
+        out: Floats = share * (first + f * np.minimum(layers, self.main.layers))
+        return out
 
     def within(self, key: Key, rows: Ints, seconds: float) -> list[tuple[float, Class]]:
         """The classes of a shape's cores that may be done within ``seconds`` of pipeline, each with its bound."""
@@ -186,7 +220,8 @@ class Cores:
             "start": nothing if ends is None else ends.start.min(axis=1), "end": nothing if ends is None else ends.end.min(axis=1),
             "end_own": nothing if ends is None else ends.end_own.min(axis=1),
             "least": nothing if ends is None else ends.start_least + ends.end_least,
-            "credit": self._credit(bulk, f + b + w, chunks),
+            "credit": np.zeros((number, chunks)) if self.leading(key) else self._credit(bulk, f + b + w, chunks),
+            "ahead": np.stack([x[:, main.pattern[0]] for x in (bulk.f, least, bulk.w)], axis=1),
         }  # fmt: skip
 
     def quick(self, rows: Ints, key: Key) -> Costs:
@@ -201,6 +236,7 @@ class Cores:
             room=none,
             spare=none,
             lighter=none,
+            ahead_bytes=np.zeros((number, 3)),
         )
 
     def costs(self, rows: Ints, key: Key, zero: int, shard: Ints, *, bare: bool = False, bulk: Bulk | None = None) -> Costs:
@@ -231,7 +267,7 @@ class Cores:
         parts, main = self.rows.kept, self.main
         last = 0 if schedule in V_SHAPED else pp - 1
         flying = self.shape(key).flying
-        mean, split = flying.alive, schedule in SPLIT_BACKWARD
+        split = schedule in SPLIT_BACKWARD
         room = np.repeat((whole - (parts.message[k] if pp > 1 else 0.0))[:, None], pp, axis=1)
         room[:, 0] -= embedding
         room[:, last] -= head + parts.tail[k] * max(0.0, flying.tail[last] - split)
@@ -244,14 +280,18 @@ class Cores:
                 spare[:, 0] += parts.loss[k]
                 room[:, 0] -= np.maximum(parts.loss[k], parts.beyond[k] - parts.tail[k])
             room[:, np.arange(pp) != last] -= parts.beyond[k][:, None]
+        one = main.pattern[0]
+        ahead = np.stack([state[:, one], kept[:, one].min(axis=1), parts.waits[k][:, one]], axis=1)
         if main.kind is not None:
+            lighter = np.zeros((len(k), pp)) if self.leading(key) else self._lighter(state, kept, parts.waits[k], pp * vpp, key)
             return {
                 "state": state[:, main.kind], "kept": kept[:, main.kind], "waits": parts.waits[k][:, main.kind], "room": room, "spare": spare,
-                "lighter": self._lighter(state, kept, parts.waits[k], pp * vpp, key),
+                "lighter": lighter, "ahead_bytes": ahead,
             }  # fmt: skip
         share = main.totals / main.layers
         mean_kept = np.repeat((kept.min(axis=2) @ share)[:, None], kept.shape[2], axis=1)
-        apart = np.abs(state - (state @ share)[:, None]) + mean.max() * np.abs(kept.min(axis=2) - mean_kept[:, :1])
+        most = max(float(group.alive.max()) for group in flying.groups)
+        apart = np.abs(state - (state @ share)[:, None]) + most * np.abs(kept.min(axis=2) - mean_kept[:, :1])
         lighter = np.repeat((apart @ main.totals)[:, None], pp, axis=1)
         return {
             "state": state @ share,
@@ -260,25 +300,16 @@ class Cores:
             "room": room,
             "spare": spare,
             "lighter": lighter,
+            "ahead_bytes": ahead,
         }
 
     def _transfer(self, rows: Ints) -> Floats:
         """Seconds of a pipeline message at least: between neighbours as near as any order puts them."""
-        table, cluster, job = self.rows.table[rows], self.job.cluster, self.job
-        inner = table[:, 0] * table[:, 1] * table[:, 2]
-        split = np.where((table[:, 0] > 1) & self.rows.space.limits.sequence_parallel | job.execution.p2p_scatter, table[:, 0], 1)
-        size = (
-            table[:, 5]
-            * job.seq_len
-            / (table[:, 1] * table[:, 2])
-            * job.model.hidden
-            * (4 if job.precision == "fp32" else 2)
-            / split
-        )
-        apart = inner.astype(float)
-        for level in cluster.levels[:-1]:
-            apart = np.where(table[:, 7] * inner > level.size, np.maximum(apart, level.size), apart)
-        out: Floats = np.asarray(cluster.collective_seconds("send_recv", size, np.full(len(rows), 2), apart), float)
+        table, cluster = self.rows.table[rows], self.job.cluster
+        degrees = degrees_of(self.job, table[:, :7], "ring")
+        apart = reach(cluster, table[:, 7], degrees.tp * degrees.cp).astype(float)
+        size, two = boundary_bytes(self.job, degrees), np.full(len(rows), 2)
+        out: Floats = np.asarray(cluster.collective_seconds("send_recv", size, two, apart), float)
         return out
 
     def _credit(self, bulk: Bulk, one: Floats, chunks: int) -> Floats:
@@ -304,8 +335,8 @@ class Cores:
         main = self.main.kind
         assert main is not None
         pattern = np.array(self.main.pattern)
-        flying = self.shape(key).flying
-        mean = flying.alive
+        groups = self.shape(key).flying.groups
+        alive, waiting = (np.max(x, axis=0) for x in zip(*((g.alive, g.waiting) for g in groups), strict=True))
         others = [k for k in range(state.shape[1]) if k != main]
         for chunk in range(chunks):
             rank = (2 * pp - 1 - chunk if chunk >= pp else chunk) if schedule in V_SHAPED else chunk % pp
@@ -313,8 +344,8 @@ class Cores:
                 reachable = int((pattern[chunk : len(pattern) - (chunks - 1 - chunk)] == k).sum())
                 if reachable:
                     less = np.abs(state[:, main] - state[:, k])
-                    less = less + flying.waiting[rank] * np.abs(waits[:, main] - waits[:, k])
-                    less = less + mean[rank] * _apart(kept[:, main], kept[:, k])
+                    less = less + waiting[rank] * np.abs(waits[:, main] - waits[:, k])
+                    less = less + alive[rank] * _apart(kept[:, main], kept[:, k])
                     out[:, rank] += reachable * less
         return out
 

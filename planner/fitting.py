@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.activations import ChunkMemory, Run, assemble
+from cost_models.activations import ChunkMemory, Run, assemble, sends_on
 from cost_models.fully_sharded import by_unit
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
@@ -33,13 +33,13 @@ Counts = tuple[int, ...]
 
 
 @lru_cache(maxsize=512)
-def _chunks(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> dict[tuple[Mix, bool, bool], ChunkMemory]:
-    """Chunk memory by (mix, first, last), of all columns whose activations are alike."""
+def _chunks(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> dict[tuple[Mix, bool, bool, bool], ChunkMemory]:
+    """Chunk memory by (mix, first, last, sends on), of all columns whose activations are alike."""
     return {}
 
 
 @lru_cache(maxsize=512)
-def _bare_chunks(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> dict[tuple[Mix, bool, bool], ChunkMemory]:
+def _bare_chunks(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> dict[tuple[Mix, bool, bool, bool], ChunkMemory]:
     """The same without what a chunk sends on."""
     return {}
 
@@ -74,6 +74,9 @@ class Fitting:
         self.prefix = prefix_counts(job)
         self._static: dict[tuple[Any, ...], Fixed] = {}
         self._least: dict[tuple[Any, ...], tuple[Mix, float] | None] = {}
+        self.menus: dict[tuple[Any, ...], Any] = {}
+        self.least: dict[tuple[Any, ...], tuple[float, list[Mix] | None]] = {}
+        """What ``planner.least_recompute`` found."""
 
     @cached_property
     def snapshots(self) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]:
@@ -92,12 +95,13 @@ class Fitting:
 
     def chunk(self, chunk: int, mix: Mix) -> ChunkMemory:
         first, last = chunk == 0, chunk == self.layout.chunks - 1
-        found = self.known.get((mix, first, last))
+        boundary = sends_on(self.layout, chunk)
+        found = self.known.get((mix, first, last, boundary))
         if found is None:
             runs = _runs(self.job, self.column.modes, mix)
             once = self.column.microbatches == 1
-            found = assemble(self.job, self.key, runs, first=first, last=last, boundary=not last, once=once)
-            self.known[mix, first, last] = found
+            found = assemble(self.job, self.key, runs, first=first, last=last, boundary=boundary, once=once)
+            self.known[mix, first, last, boundary] = found
         return found
 
     def static(self, rank: int, spans: Sequence[tuple[int, int]]) -> Fixed:
@@ -152,7 +156,7 @@ class Fitting:
 
     def total(self, static: Fixed, chunks: dict[int, ChunkMemory], snapshots: Sequence[tuple[tuple[int, int, int], ...]]) -> float:
         """Device bytes at the fullest moment, building the model included, as ``cost_models.memory`` sums them."""
-        return rank_memory(self.job, 0, static, peak(self.layout, static, chunks, snapshots)).needed
+        return float(rank_memory(self.job, 0, static, peak(self.layout, static, chunks, snapshots)).needed)
 
     @cached_property
     def end_states(self) -> tuple[float, float]:
@@ -180,7 +184,7 @@ class Fitting:
     def room(self) -> Room:
         """What memory lets ranks hold (``bounds.Room``): lower bounds on what a rank needs for its layers."""
         layout, execution = self.layout, self.job.execution
-        slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
+        slack = execution.slack
         kept = self.kept_of_layer
         outside = float(communicators(self.job, layout)) + self.job.cluster.gpu.context_bytes
         whole = (self.limit - execution.workspace_bytes - outside) / slack
@@ -268,7 +272,7 @@ def _alive(snapshots: tuple[tuple[tuple[int, int, int], ...], ...]) -> tuple[flo
 
 def _chunk_of(fitting: Fitting, mix: Mix) -> ChunkMemory:
     """A middle chunk, without what it sends on."""
-    key = (mix, False, False)
+    key = (mix, False, False, False)
     if key not in fitting.bare:
         runs = _runs(fitting.job, fitting.column.modes, mix)
         fitting.bare[key] = assemble(fitting.job, fitting.key, runs, first=False, last=False, boundary=False)

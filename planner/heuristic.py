@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.columns import Column, Mix
-from planner.fitting import Fitting, Policy, first_fitting
+from planner.fitting import Fitting, Policy
+from planner.least_recompute import least_recompute
 from planner.program import Answer
 
 
@@ -31,8 +32,8 @@ def splits(column: Column) -> list[tuple[int, ...]]:
     """Splits worth trying: ranks balanced by layers, and by seconds with embedding and head counted; the chunks of a rank as even as can be,
     what does not divide in its first or in its last ones."""
     layers, chunks = column.layers, column.chunks
-    if chunks == 1:
-        return [(layers,)]
+    if chunks == 1 or column.even:
+        return [(layers // chunks,) * chunks]
     u = column.units
     mean = float(u.f.mean() + u.b.min(axis=1).mean() + u.w.mean()) or 1.0
     first, last = sum(u.embedding) / mean, sum(u.least_head) / mean
@@ -99,7 +100,7 @@ def spread(column: Column, fitting: Fitting, stages: Sequence[int], policy: Poli
                 return None
             mixes[held[0]] = found[0]
             continue
-        chosen = _rank(column, fitting, rank, held, [spans[c] for c in held], policy)
+        chosen = least_recompute(fitting, policy, rank, [spans[c] for c in held])[1]
         if chosen is None:
             return None
         for c, mix in zip(held, chosen, strict=True):
@@ -115,42 +116,3 @@ def spread(column: Column, fitting: Fitting, stages: Sequence[int], policy: Poli
 def _recompute(mix: Mix) -> int:
     """About how much a mix recomputes: layers times the place of their mode."""
     return sum(m * n for row in mix for m, n in enumerate(row))
-
-
-def _rank(
-    column: Column, fitting: Fitting, rank: int, held: Sequence[int], spans: Sequence[tuple[int, int]], policy: Policy
-) -> list[Mix] | None:
-    """Several chunks a rank: the same two modes in all of them, recomputed layers dealt out one chunk after the other."""
-    b = column.units.b
-    best: tuple[float, list[Mix]] | None = None
-    per_chunk = [policy.lines(fitting.counts(*s), len(column.modes)) for s in spans]
-    for lines in zip(*per_chunk, strict=False):
-        heaviest = [line[-1] for line in lines]
-        if (
-            fitting.needed(rank, spans, heaviest) > fitting.limit
-            and fitting.needed(rank, spans, [x[0] for x in lines]) > fitting.limit
-        ):
-            continue
-        line = _dealt(list(lines))
-        place = first_fitting(line, lambda mixes: fitting.needed(rank, spans, mixes) <= fitting.limit)
-        if place is None:
-            continue
-        mixes = line[place]
-        cost = sum(n * float(b[k][m]) for mix in mixes for k, row in enumerate(mix) for m, n in enumerate(row))
-        if best is None or cost < best[0]:
-            best = (cost, list(mixes))
-        if place == 0 and all(m == 0 for mix in mixes for row in mix for m, n in enumerate(row) if n):
-            break
-    return None if best is None else best[1]
-
-
-def _dealt(lines: list[list[Mix]]) -> list[tuple[Mix, ...]]:
-    """Combined line: one more step of one chunk at a time, round robin."""
-    at = [0] * len(lines)
-    out = [tuple(line[0] for line in lines)]
-    while any(a + 1 < len(line) for a, line in zip(at, lines, strict=True)):
-        for c, line in enumerate(lines):
-            if at[c] + 1 < len(line):
-                at[c] += 1
-                out.append(tuple(x[a] for x, a in zip(lines, at, strict=True)))
-    return out

@@ -1,15 +1,16 @@
 """One column with several chunks a rank, exactly: every way to deal layers to ranks that may beat the answer, and the paths that decide.
 
-What ranks can hold within the time of the answer (``planner.shapes``) leaves few loads, a number of layers for each rank. All of them are
-kept, and for each the longest of the kept paths is known, with the chunks of a rank as even as can be, the best of them longer, and the least
-recompute that memory makes necessary. The load with the least longest path is simulated; its critical path is a new cut for all. When the
-least bound meets the best answer, the column is solved.
+What ranks can hold within the time of the answer (``planner.shapes``) leaves few loads: a number of layers for every chunk, those of a rank
+within one of each other. All of them are kept, and for each the longest of the kept paths is known: its own layers' seconds, its ranks'
+gradient reduction and optimizer, and the recompute that memory makes necessary, first by a bound (``planner.memory_recompute``), then, for the
+load whose longest path is least, exactly (``planner.least_recompute``). That load is simulated; its critical path is a new cut for all. When
+the least bound meets the best answer, the column is solved. Where there are too many loads, a rank's chunks are left open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from math import comb
 from typing import Any
@@ -18,101 +19,170 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_models.chunks import rank_update
+from cost_models.dependencies import graph
 from cost_models.pipeline import Path
-from planner.bulk_bytes import slack_of
 from planner.columns import Column, Mix
-from planner.fitting import Fitting, Policy, first_fitting
+from planner.fitting import Fitting, Policy
 from planner.heuristic import dealt_out, spread
-from planner.program import Answer
+from planner.least_recompute import least_recompute, menu
+from planner.memory_recompute import plain, recompute_bound, some_spans
+from planner.program import Answer, Block, Pattern, Program
 from planner.shapes import Costs, Shape
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Span = tuple[int, int]
+RUN = 10_000_000
+"""Actions of all loads run at once at most."""
 MOST = 30_000
 """Loads kept at most."""
 HIDES = 1.0
 """Times a path takes a rank's backward from which on more recompute there costs more than the reduction that it hides."""
-FEW, NEAR = 32, 1.005
-"""Chunks up to which recompute is dealt out in both ways, and how near to the answer asked for."""
-TRIED = 10_000
-"""Numbers of layers by mode tried at most for one rank."""
+NEVER = 1e12
+"""Seconds of what does not fit."""
+TRIES, NODES = 16, 2_000
+"""Times one load is simulated at most, recompute laid anew in its chunks for the paths that were longest; nodes of
+its program."""
+MANY, SOME = 200, 12
+"""Options of a column beyond which only some loads are simulated."""
+STALLED, EXACT = 3, 1e-4
+"""Simulations in a row that say nothing new of a load, after which the program lays its recompute, where the gap asked for is ``EXACT``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Option:
-    """Layers that a rank may hold, and how they lie in its chunks (in the order of ``Fitting.held``; empty: as even as can be, in the way
-    that is best for each path)."""
+    """Layers that a rank may hold: ``spans`` of its chunks (in the order of ``Fitting.held``; empty: as even as can be, in the way that is
+    best for each path); ``again``: least seconds of recompute of a microbatch, ``start``, ``end`` what its rank adds to a path that begins
+    or ends there; ``exact``: whether these are those of the best mixes."""
 
     layers: int
-    sizes: tuple[int, ...] = ()
+    spans: tuple[Span, ...] = ()
+    again: float = 0.0
+    start: float = 0.0
+    end: float = 0.0
+    exact: bool = False
 
 
 def best_loads(
-    column: Column, fitting: Fitting, policies: Sequence[Policy], shape: Shape, costs: Costs, limit: float, gap: float, rounds: int
+    column: Column,
+    fitting: Fitting,
+    policies: Sequence[Policy],
+    shape: Shape,
+    costs: Costs,
+    limit: float,
+    gap: float,
+    rounds: int,
+    *,
+    prove: bool = False,
 ) -> tuple[Answer | None, float] | None:
     """(the best answer, the least seconds of any step of the column); None where there are more loads than are kept. ``costs`` of the one
-    column; ``limit``: steps at or beyond it are of no interest; ``rounds``: loads simulated at most."""
+    column; ``limit``: steps at or beyond it are of no interest; ``rounds``: loads simulated at most; ``prove``: the integer program closes
+    what paths leave open."""
     layers, step = column.layers, column.step
     top = limit / column.slowing - column.job.execution.step_overhead_seconds
     good, low, high = shape.settle(costs, np.array([top]), layers, memory=True)
+    if column.even:
+        each = layers // column.layout.pp
+        good &= (low[0] <= each).all() & (high[0] >= each).all()
+        low, high = np.full_like(low, each), np.full_like(high, each)
     if not good[0]:
         return None, limit
-    found = _options(low[0].astype(np.int64), high[0].astype(np.int64), layers, shape.vpp)
-    if found is None:
+    options, rows = _options(column, fitting, low[0].astype(np.int64), high[0].astype(np.int64), top)
+    if rows is None:
         return None
-    options, loads = found
+    if not len(rows):
+        return None, limit
+    loads = _Loads(column, fitting, policies, shape, costs, options, rows)
+    rounds = rounds if sum(map(len, options)) <= MANY else min(rounds, SOME)
     best: Answer | None = None
-    again = [[_recompute(column, fitting, shape, costs, rank, o) for o in some] for rank, some in enumerate(options)]
-    ends = [
-        [_ends(column, fitting, rank, o, extra) for o, extra in zip(some, more, strict=True)]
-        for rank, (some, more) in enumerate(zip(options, again, strict=True))
-    ]
-    bounds, known = np.zeros(len(loads)), 0
-    tries = np.zeros(len(loads), np.int64)
-    for _ in range(rounds):
-        rows = len(shape.paths.rows)
-        bounds = np.maximum(bounds, _lengths(shape, costs, options, loads, again, ends, known))
-        known = rows
+    tries, stalled = np.zeros((2, len(rows)), np.int64)
+    while rounds:
         bar = best.seconds if best else limit
-        open_ = np.flatnonzero((step(bounds) < bar * (1 - gap)) & (tries < 2))
-        if not len(open_):
+        i = loads.least(bar * (1 - gap), tries < TRIES)
+        if i is None:
             break
-        i = int(open_[bounds[open_].argmin()])
-        answer = _tried(
-            column, fitting, policies, [some[o] for some, o in zip(options, loads[i], strict=True)], bool(tries[i]), limit
-        )
-        tries[i] += 1
+        rounds -= 1
+        answer = loads.tried(i, bool(tries[i]))
+        tries[i] += 1 if loads.laid else TRIES // 2
         if answer is None:
             continue
         one, path = answer
         if best is None or one.seconds < best.seconds:
             best = one
-        if not shape.paths.add(path):
-            tries[i] = 2
-    least = float(step(bounds.min())) if len(bounds) else limit
+        before = loads.bounds[i]
+        if not loads.learn(i, path):
+            tries[i] = TRIES
+        stalled[i] = 0 if loads.bounds[i] > before else stalled[i] + 1
+        if prove and loads.laid and (stalled[i] >= STALLED or tries[i] >= TRIES):
+            tries[i] = TRIES
+            one = loads.solved(i, min(bar, best.seconds))
+            best = best if one is None or one.seconds >= best.seconds else one
+    least = float(step(loads.bounds.min())) if len(rows) else limit
     return best, min(least, limit)
 
 
-def _options(low: Ints, high: Ints, layers: int, vpp: int) -> tuple[list[list[Option]], Ints] | None:
+def _options(column: Column, fitting: Fitting, low: Ints, high: Ints, top: float) -> tuple[list[list[Option]], Ints | None]:
     """(what each rank may hold, rows of one choice a rank that hold all layers): every way to lay the chunks where those are few enough, else
-    every load; None where there are more than ``MOST`` of either."""
-    for laid in (True, False):
-        options = []
-        for least, most in zip(low.tolist(), high.tolist(), strict=True):
-            some: list[Option] = []
-            for n in range(least, most + 1):
-                each, more = divmod(n, vpp)
-                if not laid:
-                    some.append(Option(n))
-                elif comb(vpp, more) <= MOST:
-                    some += [Option(n, tuple(each + (i in up) for i in range(vpp))) for up in combinations(range(vpp), more)]
-            options.append(some)
-        if sum(map(len, options)) > MOST:
-            continue
-        rows = _choices([np.array([o.layers for o in some]) for some in options], layers)
+    every load; no rows where there are more than ``MOST`` of either."""
+    layers, vpp = column.layers, column.layout.vpp
+    ranges = [range(least, most + 1) for least, most in zip(low.tolist(), high.tolist(), strict=True)]
+    ways: list[list[tuple[int, ...]]] = []
+    if all(comb(vpp, n % vpp) <= MOST for some in ranges for n in some):
+        ways = [
+            [tuple(n // vpp + (i in up) for i in range(vpp)) for n in some for up in combinations(range(vpp), n % vpp)]
+            for some in ranges
+        ]
+    if ways and sum(map(len, ways)) <= MOST:
+        rows = _choices([np.array([sum(sizes) for sizes in some]) for some in ways], layers)
         if rows is not None:
-            return options, rows
-    return None
+            return _placed(column, fitting, ways, rows, top)
+    rows = _choices([np.array(some) for some in ranges], layers)
+    return [[Option(n) for n in some] for some in ranges], rows
+
+
+def _placed(
+    column: Column, fitting: Fitting, ways: Sequence[Sequence[tuple[int, ...]]], rows: Ints, top: float
+) -> tuple[list[list[Option]], Ints]:
+    """Options and rows where all chunks' sizes are known, those left out that take ``top`` seconds of pipeline without any recompute: an
+    option has the kinds of its chunks' layers, wherever they stand."""
+    chunks, pp = fitting.layout.chunks, fitting.layout.pp
+    sizes = np.zeros((len(rows), chunks), np.int64)
+    for rank in range(pp):
+        sizes[:, list(fitting.held(rank))] = np.array(ways[rank]).reshape(len(ways[rank]), -1)[rows[:, rank]]
+    stops = np.cumsum(sizes, axis=1)
+    counts = fitting.prefix[stops] - fitting.prefix[stops - sizes]
+    quick = np.flatnonzero(_plain_seconds(column, counts) < top)
+    rows, sizes, stops, counts = rows[quick], sizes[quick], stops[quick], counts[quick]
+    out, options = np.zeros_like(rows), []
+    for rank in range(pp):
+        held = list(fitting.held(rank))
+        _, first, inverse = np.unique(
+            counts[:, held].reshape(len(rows), len(held) * counts.shape[2]), axis=0, return_index=True, return_inverse=True
+        )
+        spans = [tuple((int(stops[i, c] - sizes[i, c]), int(stops[i, c])) for c in held) for i in first]
+        options.append([Option(sum(b - a for a, b in some), some) for some in spans])
+        out[:, rank] = inverse.reshape(-1)
+    return options, out
+
+
+def _plain_seconds(column: Column, counts: Ints) -> Floats:
+    """Seconds of the pipeline by row of ``counts`` (row x chunk x kind) without recompute and ends, the schedule run for all rows at once; 0
+    where that is too much to do."""
+    layout, u = column.layout, column.units
+    whole = graph(layout.schedule, layout.pp, layout.vpp, column.microbatches)
+    if len(whole.kind) * len(counts) > RUN or whole.paired:
+        return np.zeros(len(counts))
+    f, b, w = (counts @ u.least[:, i] for i in range(3))
+    for part, first, last in zip((f, b, w), u.embedding, u.least_head, strict=True):
+        part[:, 0] += first
+        part[:, -1] += last
+    nothing = np.zeros((1 + layout.pp, len(counts)))
+    durations = np.concatenate([f.T, b.T, w.T, (b + w).T, f.T, (b + w).T, nothing])
+    ended = np.zeros((len(whole.kind) + 1, len(counts)))
+    for node, (before, source, kind) in enumerate(zip(whole.before, whole.source, whole.kind, strict=True), 1):
+        ended[node] = np.maximum(ended[before], ended[source]) + durations[kind]
+    out: Floats = ended[whole.ends].max(axis=0)
+    return out
 
 
 def _choices(sizes: Sequence[Ints], layers: int) -> Ints | None:
@@ -132,223 +202,259 @@ def _choices(sizes: Sequence[Ints], layers: int) -> Ints | None:
     return rows
 
 
-def _recompute(column: Column, fitting: Fitting, shape: Shape, c: Costs, rank: int, option: Option) -> float:
-    """The least seconds that recompute adds to one microbatch where a rank holds these layers (inf: they do not fit).
+@dataclass
+class _Loads:
+    """The loads of a column: ``rows`` of one of each rank's ``options``, and by row the seconds of the longest path known."""
 
-    What the layers need without recompute is counted exactly, moment by moment; where another way to lay them is meant too, it may need less
-    by what the chunks differ in microbatches in flight. What recompute saves is its layers' kept bytes, those first whose chunk has most in
-    flight.
-    """
-    flying, held, n = shape.flying, fitting.held(rank), option.layers
-    each, more = divmod(n, len(held))
-    sizes = option.sizes or tuple(each + (place < more) for place in range(len(held)))
-    other = c.lighter[0, rank]
-    if not option.sizes:
-        other = other + 2 * (flying.alive_off[rank] * c.kept[0].max() + flying.waiting_off[rank] * c.waits[0])
-    spans = _spans(column, held, sizes)
-    mixes = [_plain(column, fitting, span, int(c.kept[0].argmax())) for span in spans]
-    chunks = {chunk: fitting.chunk(chunk, mix) for chunk, mix in zip(held, mixes, strict=True)}
-    static, hull, worst = fitting.static(rank, spans), _hull(c.kept[0], c.again[0]), 0.0
-    most = [max(sizes)] * len(sizes) if not option.sizes else list(sizes)
-    for snapshot in fitting.snapshots[rank]:
-        over = (fitting.total(static, chunks, [snapshot]) - fitting.limit) / slack_of(column.job) - other
-        if over > 0:
-            alive = sorted(((a, most[place]) for place, (_, a, _) in enumerate(snapshot)), reverse=True)
-            worst = max(worst, _cheapest(over, alive, n, hull), _whole_layers(over, alive, n, c.kept[0], c.again[0]))
-    return worst
+    column: Column
+    fitting: Fitting
+    policies: Sequence[Policy]
+    shape: Shape
+    costs: Costs
+    options: list[list[Option]]
+    rows: Ints
+    bounds: Floats = field(init=False)
+    parts: list[Floats] = field(init=False)
+    """Path x row: seconds of the paths known, in the order in which they were found."""
 
+    def __post_init__(self) -> None:
+        self.bounds, self.parts, self.known = np.zeros(len(self.rows)), [], 0
+        self.laid = any(o.spans for some in self.options for o in some)
+        self.weighed: dict[tuple[int, int, int], tuple[float, list[Mix] | None]] = {}
+        self.critical: dict[int, tuple[int, int]] = {}
+        """By row: how many paths were longest, and which row of the paths is their mean."""
+        tables = self.shape.again(self.costs, self.column.layers) if self.laid else []
+        for rank, some in enumerate(self.options):
+            for option in some:
+                if option.spans:
+                    option.again = self._at_least(tables, rank, option)
+                else:
+                    option.again = recompute_bound(self.column, self.fitting, self.shape, self.costs, rank, option.layers)
+                    option.exact = True
+                spans = option.spans or some_spans(self.column, self.fitting.held(rank), option.layers)
+                option.start, option.end = self._ends(rank, spans, option.again)
+        self.lengthen()
 
-def _hull(kept: Floats, again: Floats) -> list[tuple[float, float]]:
-    """(bytes saved of a layer and microbatch, seconds a byte) of each further step of recompute, cheapest first."""
-    out: list[tuple[float, float]] = []
-    at = int(kept.argmax())
-    while True:
-        gain = kept[at] - kept
-        better = [m for m in range(len(kept)) if gain[m] > 0]
-        if not better:
-            return out
-        price = {m: max(0.0, again[m] - again[at]) / gain[m] for m in better}
-        step = min(better, key=lambda m: (price[m], -gain[m]))
-        out.append((float(gain[step]), float(price[step])))
-        at = step
+    def _at_least(self, tables: list[Floats], rank: int, option: Option) -> float:
+        """What the tables of ``shapes`` say of the recompute of an option."""
+        leading = 0
+        if len(tables) > 1:
+            first = self.column.job.model.pattern[0]
+            leading = sum(self.fitting.counts(*span)[first] for span in option.spans)
+        table = tables[leading][0, rank]
+        return float(table[option.layers - 1]) if option.layers <= len(table) else 0.0
 
+    def chosen(self, row: int) -> list[Option]:
+        return [some[o] for some, o in zip(self.options, self.rows[row], strict=True)]
 
-def _cheapest(over: float, alive: Sequence[tuple[int, int]], layers: int, hull: Sequence[tuple[float, float]]) -> float:
-    """The least seconds of recompute that saves ``over`` bytes where chunks have so many microbatches in flight and at most so many layers
-    each; inf where nothing does."""
-    steps = []
-    left = layers
-    for some, most in alive:
-        size = min(left, most)
-        left -= size
-        if some:
-            steps += [(price / some, gain * size * some) for gain, price in hull]
-    seconds = 0.0
-    for price, bytes_ in sorted(steps):
-        take = min(over, bytes_)
-        seconds += take * price
-        over -= take
-        if over <= 0:
-            return seconds
-    return float("inf")
+    def least(self, bar: float, open_: npt.NDArray[np.bool_]) -> int | None:
+        """An open row below ``bar`` seconds of a step, its recompute exact: the one with the least bound before that was known; None where
+        there is none."""
+        while True:
+            at = np.flatnonzero(open_ & (self.column.step(self.bounds) < bar))
+            if not len(at):
+                return None
+            i = int(at[self.bounds[at].argmin()])
+            for rank, option in enumerate(self.chosen(i)):
+                if not option.exact:
+                    self._refine(rank, option)
+            if self.column.step(self.bounds[i]) < bar:
+                return i
 
+    def _make_exact(self, rank: int, option: Option) -> None:
+        if option.exact:
+            return
+        least = min(least_recompute(self.fitting, p, rank, option.spans)[0] for p in self.policies)
+        base = sum(float(np.dot(self.fitting.counts(*s), self.column.units.least[:, 1])) for s in option.spans)
+        option.again, option.exact = max(option.again, least - base), True
+        option.start, option.end = self._ends(rank, option.spans, option.again)
 
-def _whole_layers(over: float, alive: Sequence[tuple[int, int]], layers: int, kept: Floats, again: Floats) -> float:
-    """``_cheapest`` in whole layers, exactly: for numbers of layers by mode, modes that save most go where most is in flight. 0 where there
-    are too many to try."""
-    gain = kept.max() - kept
-    modes = sorted((m for m in range(len(kept)) if gain[m] > 0), key=lambda m: -gain[m])
-    if not modes or (layers + 1) ** len(modes) > TRIED:
-        return 0.0
-    flying = [a for a, most in alive for _ in range(most)][:layers]
-    total = np.concatenate([[0.0], np.cumsum(flying)])
-    grids = np.meshgrid(*[np.arange(len(flying) + 1)] * len(modes), indexing="ij")
-    until, before = np.zeros_like(grids[0]), np.zeros_like(grids[0])
-    saved, seconds = np.zeros(until.shape), np.zeros(until.shape)
-    for mode, count in zip(modes, grids, strict=True):
-        until = np.minimum(before + count, len(flying))
-        saved = saved + gain[mode] * (total[until] - total[before])
-        seconds = seconds + again[mode] * (until - before)
-        before = until
-    good = saved >= over * (1 - 1e-12)
-    return float(seconds[good].min()) if good.any() else float("inf")
+    def _refine(self, rank: int, option: Option) -> None:
+        """Make the recompute of an option exact, and lengthen the rows that have it."""
+        old = replace(option)
+        at = np.flatnonzero(self.rows[:, rank] == next(i for i, o in enumerate(self.options[rank]) if o is option))
+        self._make_exact(rank, option)
+        more = np.diff(self._of_rank(rank, [old, option], slice(0, self.known)), axis=1)
+        start = 0
+        for part in self.parts:
+            part[:, at] += more[start : start + len(part)]
+            start += len(part)
+            self.bounds[at] = np.maximum(self.bounds[at], part[:, at].max(axis=0))
 
+    def learn(self, row: int, path: Path) -> bool:
+        """Keep the path that was longest, and its mean with those that were before: a step takes as long as that at least. Whether something
+        is known that was not."""
+        paths = self.shape.paths
+        new = paths.add(path)
+        number, before = self.critical.get(row, (0, paths.place(path)))
+        mean = _mean_path(paths.rows[before], path, number / (number + 1)) if self.laid else None
+        if mean is not None:
+            new = paths.add(mean) or new
+        at = paths.place(path if mean is None else mean)
+        self.critical[row] = (number + 1 if mean is not None else 1), at
+        self.lengthen()
+        return (number > 0 and self._weigh(row, at)) or new
 
-def _spans(column: Column, held: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Layers for a rank's chunks of these sizes, somewhere in the model."""
-    out, at = [], 0
-    for place, (chunk, size) in enumerate(zip(held, sizes, strict=True)):
-        rest = sum(sizes[place:])
-        at = 0 if chunk == 0 else column.layers - size if chunk == column.chunks - 1 else max(at, min(chunk, column.layers - rest))
-        out.append((at, at + size))
-        at += size
-    return out
+    def _weigh(self, row: int, path: int) -> bool:
+        """Lay the recompute of a row's ranks in their chunks as is best for one path: what that path takes at least is known then; whether
+        any was."""
+        new = False
+        backward = self.shape.paths.matrices[1][path]
+        for rank, option in enumerate(self.chosen(row) if self.laid else []):
+            weights = backward[list(self.fitting.held(rank))]
+            place = int(self.rows[row, rank])
+            if option.again == 0 or option.again >= NEVER or (rank, place, path) in self.weighed or not weights.any():
+                continue
+            found = min(
+                (least_recompute(self.fitting, p, rank, option.spans, tuple(weights)) for p in self.policies), key=lambda x: x[0]
+            )
+            self.weighed[rank, place, path] = found
+            new = True
+            least = self.column.units.least[:, 1]
+            base = sum(w * float(np.dot(self.fitting.counts(*s), least)) for s, w in zip(option.spans, weights, strict=True))
+            more = found[0] - base - float(weights.min()) * option.again
+            if more > 0:
+                self._add(np.flatnonzero(self.rows[:, rank] == place), path, more)
+        return new
 
+    def _add(self, at: Ints, path: int, more: float) -> None:
+        for part in self.parts:
+            if path < len(part):
+                part[path, at] += more
+                self.bounds[at] = np.maximum(self.bounds[at], part[path, at])
+                return
+            path -= len(part)
 
-def _plain(column: Column, fitting: Fitting, span: tuple[int, int], mode: int) -> Mix:
-    return tuple(tuple(n if m == mode else 0 for m in range(len(column.modes))) for n in fitting.counts(*span))
+    def tried(self, row: int, late: bool) -> tuple[Answer, Path] | None:
+        """An answer with a row's loads, and its critical path."""
+        column, fitting, chosen = self.column, self.fitting, self.chosen(row)
+        if not self.laid:
+            stages = dealt_out(column.paths.ranks, [o.layers for o in chosen], column.layout.vpp, late)
+            return _simulated(column, fitting, self.policies, stages, {})
+        of = {c: b - a for rank, o in enumerate(chosen) for c, (a, b) in zip(fitting.held(rank), o.spans, strict=True)}
+        mixes: dict[int, list[Mix]] = {}
+        if row in self.critical:
+            for rank, place in enumerate(self.rows[row].tolist()):
+                found = self.weighed.get((rank, place, self.critical[row][1]))
+                if found is not None and found[1] is not None:
+                    mixes[rank] = found[1]
+        return _simulated(column, fitting, self.policies, tuple(of[c] for c in range(column.chunks)), mixes)
 
+    def lengthen(self) -> None:
+        """Measure the rows along the paths that were found since."""
+        paths = slice(self.known, len(self.shape.paths.rows))
+        f, b, w, _, _, p2p, _, _ = (x[paths] for x in self.shape.paths.matrices)
+        if not len(f):
+            return
+        c = self.costs
+        fixed = p2p * c.transfer[0] + np.stack([f[:, 0], b[:, 0], w[:, 0]], axis=1) @ c.embedding[0]
+        fixed = fixed + np.stack([f[:, -1], b[:, -1], w[:, -1]], axis=1) @ c.head[0]
+        if any(not o.spans for some in self.options for o in some):
+            fixed = fixed - np.stack([f, b, w]).max(axis=0) @ c.credit[0]
+        total = np.repeat(fixed[:, None], len(self.rows), axis=1)
+        for rank, some in enumerate(self.options):
+            total += self._of_rank(rank, some, paths)[:, self.rows[:, rank]]
+        self.parts.append(total)
+        self.known = paths.stop
+        self.bounds = np.maximum(self.bounds, total.max(axis=0, initial=0.0))
 
-def _ends(column: Column, fitting: Fitting, rank: int, option: Option, extra: float) -> tuple[float, float]:
-    """Seconds before and after the actions of a rank that holds these layers and recomputes for ``extra`` seconds a microbatch."""
-    held = fitting.held(rank)
-    if not np.isfinite(extra) or column.job.optimizer == "muon":
-        return 0.0, 0.0
-    each, more = divmod(option.layers, len(held))
-    sizes = option.sizes or tuple(each + (place < more) for place in range(len(held)))
-    lightest = int(column.units.b.min(axis=0).argmin())
-    last = column.chunks - 1
-    chunks: list[Any] = [None] * column.chunks
-    for chunk, span in zip(held, _spans(column, held, sizes), strict=True):
-        mix = _plain(column, fitting, span, lightest)
-        chunks[chunk] = column.chunk(mix, first=chunk == 0, last=chunk == last, tail=column.tail_of(mix))
-    one = chunks[held[0]]
-    chunks[held[0]] = replace(one, backward_input=one.backward_input + extra)
-    update = rank_update(column.job, column.layout, chunks, rank)
-    return update.start, update.end
-
-
-def _lengths(
-    shape: Shape, c: Costs, options: Sequence[Sequence[Option]], loads: Ints, again: Sequence[Sequence[float]],
-    ends: Sequence[Sequence[tuple[float, float]]], known: int,
-) -> Floats:  # fmt: skip
-    """Seconds of the longest of the paths after the first ``known``, by row of ``loads``."""
-    f, b, w, pf, pb, p2p, first, last = (x[known:] for x in shape.paths.matrices)
-    if not len(f):
-        return np.zeros(len(loads))
-    cost = f * c.f[0] + b * c.b[0] + w * c.w[0] - pf * c.hidden[0, 0] - pb * c.hidden[0, 1]
-    fixed = p2p * c.transfer[0] + np.stack([f[:, 0], b[:, 0], w[:, 0]], axis=1) @ c.embedding[0]
-    fixed = fixed + np.stack([f[:, -1], b[:, -1], w[:, -1]], axis=1) @ c.head[0] - np.stack([f, b, w]).max(axis=0) @ c.credit[0]
-    total = np.repeat(fixed[:, None], len(loads), axis=1)
-    for rank, some in enumerate(options):
-        held = np.flatnonzero(shape.mine[rank])
-        sizes = np.array([o.layers for o in some], float)
-        if some and some[0].sizes:
-            value = cost[:, held] @ np.array([o.sizes for o in some], float).T
-        else:
-            mine = np.sort(cost[:, held], axis=1)
-            partial = np.concatenate([np.zeros((len(mine), 1)), np.cumsum(mine, axis=1)], axis=1)
-            each, more = np.divmod(sizes.astype(int), len(held))
-            value = each * partial[:, [-1]] + partial[:, more]
-        extra = np.minimum(np.array(again[rank]), 1e12)
-        value = value + extra * np.where(extra >= 1e12, 1.0, b[:, held].min(axis=1)[:, None])
-        begin, end = np.array(ends[rank]).T
-        least = b[:, held].min(axis=1)
+    def _of_rank(self, rank: int, some: Sequence[Option], paths: slice) -> Floats:
+        """Path x option: what a rank's layers add to the paths."""
+        f, b, w, pf, pb, _, first, last = (x[paths] for x in self.shape.paths.matrices)
+        if not some:
+            return np.zeros((len(f), 0))
+        held = list(self.fitting.held(rank))
+        f, b, w, pf, pb = f[:, held], b[:, held], w[:, held], pf[:, held], pb[:, held]
+        value = self._laid(some, f, b, w) if self.laid else self._open(some, f, b, w, pf, pb)
+        again, start, end = (np.array([getattr(o, name) for o in some]) for name in ("again", "start", "end"))
+        least = b.min(axis=1)
+        extra = np.minimum(again, NEVER)
+        value = value + extra * np.where(extra >= NEVER, 1.0, least[:, None])
         hides = (last == rank) & (least < HIDES)
-        value = value + begin * (first == rank)[:, None] + np.where(hides[:, None], 0.0, end) * (last == rank)[:, None]
-        total += value[:, loads[:, rank]]
-    out: Floats = total.max(axis=0)
-    return out
+        out: Floats = value + start * (first == rank)[:, None] + np.where(hides[:, None], 0.0, end) * (last == rank)[:, None]
+        return out
+
+    def _laid(self, some: Sequence[Option], f: Floats, b: Floats, w: Floats) -> Floats:
+        """Work of layers whose chunks and kinds are known."""
+        least = self.column.units.least
+        counts = np.array([[self.fitting.counts(*span) for span in o.spans] for o in some], float)
+        out = np.zeros((len(f), len(some)))
+        for kind, (one, other, weight) in enumerate(least):
+            out += (f * one + b * other + w * weight) @ counts[:, :, kind].T
+        return out
+
+    def _open(self, some: Sequence[Option], f: Floats, b: Floats, w: Floats, pf: Floats, pb: Floats) -> Floats:
+        """Work of layers that lie in the rank's chunks as is best for each path."""
+        c = self.costs
+        cost = f * c.f[0] + b * c.b[0] + w * c.w[0] - pf * c.hidden[0, 0] - pb * c.hidden[0, 1]
+        mine = np.sort(cost, axis=1)
+        partial = np.concatenate([np.zeros((len(mine), 1)), np.cumsum(mine, axis=1)], axis=1)
+        each, more = np.divmod(np.array([o.layers for o in some]), f.shape[1])
+        out: Floats = each * partial[:, [-1]] + partial[:, more]
+        return out
+
+    def _ends(self, rank: int, spans: Sequence[Span], extra: float) -> tuple[float, float]:
+        """Seconds before and after the actions of a rank that holds these layers and recomputes for ``extra`` seconds a microbatch."""
+        column, held = self.column, self.fitting.held(rank)
+        if not np.isfinite(extra) or column.job.optimizer == "muon":
+            return 0.0, 0.0
+        lightest, last = int(column.units.b.min(axis=0).argmin()), column.chunks - 1
+        chunks: list[Any] = [None] * column.chunks
+        for chunk, span in zip(held, spans, strict=True):
+            mix = plain(column, self.fitting, span, lightest)
+            chunks[chunk] = column.chunk(mix, first=chunk == 0, last=chunk == last, tail=column.tail_of(mix))
+        one = chunks[held[0]]
+        chunks[held[0]] = replace(one, backward_input=one.backward_input + extra)
+        update = rank_update(column.job, column.layout, chunks, rank)
+        return update.start, update.end
+
+    def solved(self, row: int, bar: float) -> Answer | None:
+        """A row's recompute by the integer program (``planner.program``), its layers given: its best answer below ``bar`` seconds."""
+        column, chosen = self.column, self.chosen(row)
+        spans = {c: s for rank, o in enumerate(chosen) for c, s in zip(self.fitting.held(rank), o.spans, strict=True)}
+        best: Answer | None = None
+        least = bar
+        for policy in self.policies if column.layout.schedule != "dualpipe" else ():
+            patterns = [
+                [Pattern(*spans[c], mix) for mix in menu(self.fitting, policy, self.fitting.counts(*spans[c]), c).mixes]
+                for c in range(column.chunks)
+            ]
+            block = Block(column, self.fitting, policy, patterns, [(o.start, o.end) for o in chosen])
+            program = Program([block], bar)
+            answer = program.solve(nodes=NODES, rounds=TRIES, gap=EXACT / 2)
+            if answer is None and program.stopped:
+                return best
+            if answer is not None:
+                least = min(least, answer.bound)
+                best = answer if best is None or answer.seconds < best.seconds else best
+        self.bounds[row] = max(self.bounds[row], least / column.slowing - column.job.execution.step_overhead_seconds)
+        self.lengthen()
+        return best
 
 
-def _tried(
-    column: Column, fitting: Fitting, policies: Sequence[Policy], chosen: Sequence[Option], late: bool, limit: float
+def _mean_path(one: Path, other: Path, share: float) -> Path | None:
+    """``share`` of one path and the rest of another, which begin and end on the same ranks; None where they do not."""
+    if (one.first, one.last) != (other.first, other.last):
+        return None
+    names = [f.name for f in fields(Path) if f.name not in ("first", "last")]
+    return replace(one, **{name: share * getattr(one, name) + (1 - share) * getattr(other, name) for name in names})
+
+
+def _simulated(
+    column: Column, fitting: Fitting, policies: Sequence[Policy], stages: tuple[int, ...], laid: dict[int, list[Mix]]
 ) -> tuple[Answer, Path] | None:
-    """An answer with these loads, and its critical path."""
-    if chosen[0].sizes:
-        of = {c: n for rank, o in enumerate(chosen) for c, n in zip(fitting.held(rank), o.sizes, strict=True)}
-        stages = tuple(of[c] for c in range(column.chunks))
-    else:
-        stages = dealt_out(column.paths.ranks, [o.layers for o in chosen], column.layout.vpp, late)
+    """The fastest answer with these stages, and its critical path; ``laid``: mixes of ranks' chunks where they are chosen already."""
     best: tuple[Answer, Path] | None = None
     for policy in policies:
-        for way in (least_mixes, spread) if policy.free else (spread,):
-            mixes = way(column, fitting, stages, policy)
-            if mixes is None:
-                continue
-            timeline = column.simulate(mixes)
-            seconds = column.step(timeline.seconds)
-            if best is None or seconds < best[0].seconds:
-                best = Answer(seconds, stages, tuple(mixes), column, 0.0), timeline.path
-            plain = not any(m and n for mix in mixes for row in mix for m, n in enumerate(row))
-            if plain or column.chunks > FEW or best[0].seconds > limit * NEAR:
-                break
-    return best
-
-
-def least_mixes(column: Column, fitting: Fitting, stages: Sequence[int], policy: Policy) -> list[Mix] | None:
-    """Recompute layer by layer where it costs least for what it saves: the cheapest step of recompute first, in the chunk with most
-    microbatches in flight, until the rank fits. None where it does not."""
-    starts = [sum(stages[:c]) for c in range(len(stages) + 1)]
-    out: dict[int, Mix] = {}
-    for rank in range(column.layout.pp):
-        held = fitting.held(rank)
-        spans = [(starts[c], starts[c + 1]) for c in held]
-        plain = [_plain(column, fitting, span, 0) for span in spans]
-        if fitting.needed(rank, spans, plain) <= fitting.limit:
-            out.update(zip(held, plain, strict=True))
+        mixes = spread(column, fitting, stages, policy)
+        if mixes is None:
             continue
-        steps = _steps(column, fitting, rank, held, spans)
-        line = [plain]
-        for place, kind, low, high in steps:
-            rows = [list(row) for row in line[-1][place]]
-            rows[kind][low] -= 1
-            rows[kind][high] += 1
-            line.append([*line[-1][:place], tuple(tuple(r) for r in rows), *line[-1][place + 1 :]])
-        at = first_fitting(line, lambda mixes, r=rank, s=spans: fitting.needed(r, s, mixes) <= fitting.limit)
-        if at is None:
-            return None
-        out.update(zip(held, line[at], strict=True))
-    return [out[c] for c in range(len(stages))]
-
-
-def _steps(
-    column: Column, fitting: Fitting, rank: int, held: Sequence[int], spans: Sequence[tuple[int, int]]
-) -> list[tuple[int, int, int, int]]:
-    """Single steps of recompute as (chunk's place, kind, mode before, mode after), those that cost least a byte first."""
-    alive = [max(a for snapshot in fitting.snapshots[rank] for c, a, _ in snapshot if c == chunk) for chunk in held]
-    b, kept = column.units.b, fitting.kept_of_layer
-    steps = []
-    for kind in range(len(b)):
-        at = 0
-        while True:
-            gain = kept[kind, at] - kept[kind]
-            better = [m for m in range(len(gain)) if gain[m] > 0]
-            if not better:
-                break
-            after = min(better, key=lambda m: (max(0.0, b[kind, m] - b[kind, at]) / gain[m], -gain[m]))
-            price = max(0.0, float(b[kind, after] - b[kind, at])) / float(gain[after])
-            for place, span in enumerate(spans):
-                steps += [(price / max(alive[place], 0.5), place, kind, at, after)] * fitting.counts(*span)[kind]
-            at = after
-    return [step[1:] for step in sorted(steps, key=lambda x: x[0])]
+        if policy.free:
+            for rank, some in laid.items():
+                for chunk, mix in zip(fitting.held(rank), some, strict=True):
+                    mixes[chunk] = mix
+        timeline = column.simulate(mixes)
+        seconds = column.step(timeline.seconds)
+        if best is None or seconds < best[0].seconds:
+            best = Answer(seconds, stages, tuple(mixes), column, 0.0), timeline.path
+    return best

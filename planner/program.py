@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.memory import Fixed
+from cost_models.layout import ZERO_BUBBLE
+from cost_models.memory import Fixed, beyond_kept
 from cost_models.state_bytes import States
 from planner.columns import Column, Mix
 from planner.fitting import Fitting, Policy
@@ -65,6 +66,8 @@ class Block:
     fitting: Fitting
     policy: Policy
     patterns: list[list[Pattern]]
+    rank_ends: Sequence[tuple[float, float]] = ()
+    """(start, end) of each rank, where all patterns of a chunk hold the same layers."""
     chosen: Any = None
     y: list[list[Any]] = field(default_factory=list)
     paths_in: int = 0
@@ -140,26 +143,23 @@ class Program:
         for rank in range(column.layout.pp):
             fixed, each = _fixed_lines(block, rank)
             execution = column.job.execution
-            slack = execution.eager_reserved_ratio if execution.elementwise == "eager" else execution.reserved_ratio
+            slack = execution.slack
             room = (fitting.limit - execution.workspace_bytes - fixed.outside) / slack - fixed.states.total - fixed.lasting
             unit = max(abs(room), 1.0)
+            whole = column.layout.schedule not in ZERO_BUBBLE
             for place, snapshot in enumerate(fitting.snapshots[rank]):
                 beyond = self.pulp.LpVariable(f"beyond_{number}_{rank}_{place}", lowBound=0)
                 terms: list[tuple[Any, float]] = [(beyond, 1.0)]
                 for chunk, alive, waiting in snapshot:
-                    backward: list[tuple[Any, float]] = [(beyond, -1.0)]
-                    loss: list[tuple[Any, float]] = [(beyond, -1.0)]
+                    moments: dict[str, list[tuple[Any, float]]] = {}
                     for p, v in zip(block.patterns[chunk], block.y[chunk], strict=True):
                         memory = fitting.chunk(chunk, p.mix)
                         states = sum(n * e for n, e in zip(fitting.counts(p.start, p.stop), each, strict=True))
                         terms.append((v, (states + alive * float(memory.kept) + waiting * float(memory.weight_pass)) / unit))
-                        if alive:
-                            backward.append((v, (float(memory.backward) + fixed.gathered[1]) / unit))
-                            if memory.loss is not None:
-                                loss.append((v, (float(memory.loss) + fixed.gathered[0]) / unit))
-                    for name, most in (("backward", backward), ("loss", loss)):
-                        if len(most) > 1:
-                            self.model += self._sum(most) <= 0, f"{name}_{number}_{rank}_{place}_{chunk}"
+                        for name, size in beyond_kept(memory, alive, waiting, fixed.gathered, whole):
+                            moments.setdefault(name, [(beyond, -1.0)]).append((v, float(size) / unit))
+                    for name, most in moments.items():
+                        self.model += self._sum(most) <= 0, f"{name.split()[0]}_{number}_{rank}_{place}_{chunk}"
                 self.model += self._sum(terms) <= room / unit * block.chosen, f"memory_{number}_{rank}_{place}"
 
     def longest_path(self, number: int, block: Block) -> int:
@@ -191,8 +191,11 @@ class Program:
 
     # -- solving ----------------------------------------------------------------------------------------------------
 
-    def solve(self, *, rounds: int = 60, nodes: int = 20_000, floor: float = 0.0, deadline: float | None = None) -> Answer | None:
-        """Cut until the answer's makespan meets the bound. None: no choice is faster than ``limit`` (or fits), unless ``stopped``: rounds,
+    def solve(
+        self, *, rounds: int = 60, nodes: int = 20_000, floor: float = 0.0, deadline: float | None = None, gap: float = TOLERANCE
+    ) -> Answer | None:
+        """Cut until the answer's makespan is within ``gap`` of the bound. None: no choice is faster than ``limit`` (or fits), unless
+        ``stopped``: rounds,
         nodes or the ``deadline`` (``time.monotonic()``) ended it before it knew."""
         from planner.solver import bound_of, run
 
@@ -225,7 +228,7 @@ class Program:
             if best is None or seconds < best.seconds:
                 best = Answer(seconds, stages, mixes, block.column, bound)
             best.bound, best.cuts = min(bound, best.seconds), self.cuts
-            if best.seconds <= bound * (1 + TOLERANCE):
+            if best.seconds <= bound * (1 + gap):
                 return best
             block.column.paths.add(timeline.path)
             if not sum(self.longest_path(n, b) for n, b in enumerate(self.blocks) if b.column.paths is block.column.paths):
@@ -248,6 +251,9 @@ def _ends(block: Block, chunk: int, pattern: Pattern) -> tuple[float, float]:
     """(start, end) of the rank that holds ``chunk`` as a coefficient of its pattern: exact where the rank has no other chunk; else the
     optimizer's seconds of the chunk's own weights."""
     column = block.column
+    if block.rank_ends:
+        rank = column.layout.rank_of_chunk(chunk)
+        return block.rank_ends[rank] if chunk == block.fitting.held(rank)[0] else (0.0, 0.0)
     last = chunk == column.chunks - 1
     one = column.chunk(pattern.mix, first=chunk == 0, last=last, tail=column.tail_of(pattern.mix))
     rank = column.layout.rank_of_chunk(chunk) if column.layout.schedule != "dualpipe" else chunk

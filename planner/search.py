@@ -43,7 +43,7 @@ SMALL = 20_000
 """Columns of a space that is worth proving unasked."""
 EFFORT, EFFORT_TO_PROVE = 600, 20_000
 """Classes, columns and programs opened at most: a count, not a time, so that the same input gives the same plan on any machine."""
-LOADS = 64
+LOADS = 100
 """Loads of one column simulated at most, to prove."""
 STEPS, CROWD = 6, 60
 """Entries opened after a shape, where that many wait: a better answer then leaves fewer."""
@@ -394,9 +394,9 @@ class Search:
             self.books.solved += 1
             row, batch = self.rows[one.row], self._batch(one)
             column, fitting = self.column(row.prefix, batch, shard)
-            rounds = LOADS if gap <= PROVED else LOADS // 8
-            shape = self.cores.shape(one.key)
-            found = best_loads(column, fitting, self.policies(batch, row.prefix), shape, exact, self.fastest, PROVED, rounds)
+            rounds = LOADS if self.prove else LOADS // 8
+            shape, some = self.cores.shape(one.key), self.policies(batch, row.prefix)
+            found = best_loads(column, fitting, some, shape, exact, self.fastest, PROVED, rounds, prove=self.prove)
             if found is not None:
                 self._keep(found[0], row.prefix, batch, shard)
                 bound = max(bound, found[1])

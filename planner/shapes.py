@@ -25,6 +25,7 @@ from cost_models.layout import V_SHAPED
 from cost_models.schedules import KINDS, order_rows, period
 from cost_models.update import USABLE
 from planner.columns import Paths
+from planner.recompute_tables import NEVER, Bytes, Group, least_again, least_again_in_whole_layers
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -44,7 +45,9 @@ class Costs:
     what a pair hides of a layer; ``start``, ``end``, ``end_own``, ``least``: ``bulk_sharding.Ends``. Bytes: ``state`` and ``kept`` column
     x mode of a layer, ``waits`` what it holds for its weight gradient, ``room`` column x rank; ``spare``: what a rank has for one
     layer's whole tensors without more room (inf: it never needs them). ``credit``: seconds by column and chunk by which one
-    microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and rank by which they may need other."""
+    microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and rank by which they may need other; where
+    those of another kind lead the model, instead ``ahead`` column x (f, b, w) seconds and ``ahead_bytes`` column x (state, kept in
+    the least mode, waits) of one of them."""
 
     f: Floats
     b: Floats
@@ -65,6 +68,13 @@ class Costs:
     spare: Floats
     credit: Floats
     lighter: Floats
+    ahead: Floats
+    ahead_bytes: Floats
+
+    @property
+    def quicker(self) -> Floats:
+        """Column x (f, b, w): seconds by which a leading layer is quicker."""
+        return np.maximum(0.0, np.stack([self.f, self.b, self.w], axis=1) - self.ahead)
 
     def take(self, at: Any) -> Costs:
         """The columns ``at``."""
@@ -95,13 +105,18 @@ class Flying:
     waiting: Floats
     waiting_off: Floats
     tail: Floats
+    groups: tuple[Group, ...]
+    """Chunks alike: the two of a V-shaped schedule's rank apart, else all of them, with what the least of them has alive at least (in the
+    mean of moments that makes this most)."""
 
 
 class Shape:
-    """A schedule's paths and fullest moments, by rank; ``find`` makes the paths when they are asked for."""
+    """A schedule's paths and fullest moments, by rank; ``find`` makes the paths when they are asked for; ``leading``: layers of another
+    kind before all others."""
 
-    def __init__(self, key: tuple[str, int, int, int], find: Callable[[], Paths]) -> None:
+    def __init__(self, key: tuple[str, int, int, int], find: Callable[[], Paths], leading: int = 0) -> None:
         self.schedule, self.pp, self.vpp, self.microbatches = key
+        self.leading = leading
         self.chunks, self._find = self.pp * self.vpp, find
         chunk = np.arange(self.chunks)
         self.ranks = np.where(chunk < self.pp, chunk, 2 * self.pp - 1 - chunk) if self.schedule in V_SHAPED else chunk % self.pp
@@ -117,7 +132,7 @@ class Shape:
     def table(self) -> _Table:
         """The paths kept so far."""
         if self._table is None or len(self._table.rank) != len(self.paths.rows):
-            self._table = _Table.of(self.paths, self.mine)
+            self._table = _Table.of(self.paths, self.mine, self.leading)
         return self._table
 
     @cached_property
@@ -127,7 +142,9 @@ class Shape:
         shift = period(schedule, pp, vpp, m)
         if shift:
             m = min(m, (4 * pp // shift + 3) * shift + m % shift)
-        out = Flying(*(np.zeros(pp) for _ in range(5)))
+        folded = schedule in V_SHAPED
+        groups = tuple(Group(np.zeros(pp), np.zeros(pp)) for _ in range(2 if folded else 1))
+        out = Flying(np.zeros(pp), np.zeros(pp), np.zeros(pp), np.zeros(pp), np.zeros(pp), groups)
         forward, split, weight = KINDS.index("F"), KINDS.index("B"), KINDS.index("W")
         for rank, rows in enumerate(order_rows(schedule, pp, vpp, m)):
             kind, chunks = rows[:, 0], np.flatnonzero(self.mine[rank])
@@ -142,6 +159,12 @@ class Shape:
             for mean, off, some in ((out.alive, out.alive_off, here), (out.waiting, out.waiting_off, held)):
                 mean[rank] = some.mean()
                 off[rank] = 0.5 * np.abs(some - some.mean()).sum()
+            if folded:
+                for group, chunk_alive, chunk_held in zip(groups, here, held, strict=True):
+                    group.alive[rank], group.waiting[rank] = chunk_alive, chunk_held
+            else:
+                here = here if len(chunks) == 1 else _evenest(alive)
+                groups[0].alive[rank], groups[0].waiting[rank] = here.min(), held[0] if len(chunks) == 1 else 0.0
             if self.chunks - 1 in chunks:
                 out.tail[rank] = here[chunks.tolist().index(self.chunks - 1)]
         return out
@@ -150,28 +173,42 @@ class Shape:
         """Whether ranks that have ``budget`` seconds (column x rank) for their layers' work on one microbatch, and their
         memory, can hold all layers."""
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
-        time = np.repeat(np.maximum(each, 1e-30)[:, None], self.pp, axis=1)
-        again = np.repeat(c.again[:, None, :], self.pp, axis=1)
-        most = np.floor(self._most(c, np.maximum(budget, 0.0), time, again, np.arange(self.pp)) + ROUNDING)
+        ranks = np.arange(self.pp)
+        quicker = np.where(ranks < self.leading, c.quicker.sum(axis=1)[:, None], 0.0)
+        most = self._capacity(self.again(c, layers), budget, each[:, None], np.ones(self.pp), quicker, ranks, layers)
         good: Bools = (most >= self.vpp).all(axis=1) & (most.sum(axis=1) >= layers)
         return good
+
+    def again(self, c: Costs, layers: int) -> list[Floats]:
+        """By number of leading layers on a rank: ``recompute_tables.least_again``."""
+        top = min(layers - (self.pp - 1) * self.vpp, 2 * -(-layers // self.pp) + 4)
+        first = c.ahead_bytes[:, 0], c.ahead_bytes[:, 1], c.ahead_bytes[:, 2]
+        bytes_ = Bytes(c.state, c.kept, c.again, c.waits, c.room + c.lighter, c.spare, first)
+        find = least_again_in_whole_layers if len(c) == 1 else least_again
+        return [find(bytes_, self.flying.groups, top, leading) for leading in range(self.leading + 1)]
 
     def holds(self, c: Costs, seconds: Floats, layers: int, *, memory: bool) -> Bools:
         """Whether a column may be done in ``seconds`` of pipeline (a bound: True proves nothing)."""
         return self.settle(c, seconds, layers, memory=memory)[0]
 
-    def settle(self, c: Costs, seconds: Floats, layers: int, *, memory: bool) -> tuple[Bools, Floats, Floats]:
-        """(whether a column may be done in ``seconds`` of pipeline, fewest and most layers of each rank if it is)."""
+    def settle(
+        self, c: Costs, seconds: Floats, layers: int, *, memory: bool, again: list[Floats] | None = None
+    ) -> tuple[Bools, Floats, Floats]:
+        """(whether a column may be done in ``seconds`` of pipeline, fewest and most layers of each rank if it is). ``again``: what
+        memory asks for, where it is known."""
         number = len(c)
         low = np.full((number, self.pp), float(self.vpp))
         high = np.full((number, self.pp), float(layers - (self.pp - 1) * self.vpp))
         alive = np.zeros(number, bool)
         at = np.arange(number)
+        tables = [] if not memory else self.again(c, layers) if again is None else again
         for _ in range(ROUNDS):
             if not len(at):
                 break
-            here = c if len(at) == number else c.take(at)
-            new = self._most_of_ranks(here, seconds[at], low[at], high[at], layers, memory)
+            whole = len(at) == number
+            here = c if whole else c.take(at)
+            some = tables if whole else [table[at] for table in tables]
+            new = self._most_of_ranks(here, seconds[at], low[at], high[at], layers, some)
             total = new.sum(axis=1)
             good = (new >= self.vpp).all(axis=1) & (total >= layers)
             floor = np.maximum(low[at], layers - (total[:, None] - new))
@@ -182,31 +219,51 @@ class Shape:
         alive[at] = True
         return alive, low, high
 
-    def _most_of_ranks(self, c: Costs, seconds: Floats, low: Floats, high: Floats, layers: int, memory: bool) -> Floats:
+    def _most_of_ranks(self, c: Costs, seconds: Floats, low: Floats, high: Floats, layers: int, tables: list[Floats]) -> Floats:
         """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
         the others' least is too long already."""
         t = self.table
         own = c.f[:, None] * t.own[0] + c.b[:, None] * t.own[1] + c.w[:, None] * t.own[2] - c.hidden @ t.paired
         own = own + c.start[:, None] * t.starts + np.where(t.least_b >= 1, c.end_own[:, None], c.end[:, None]) * t.ends
-        again = np.where(t.least_b >= 1, t.least_b - HIDDEN * t.ends, t.least_b)
+        least = np.where(t.least_b >= 1, t.least_b - HIDDEN * t.ends, t.least_b)
         budget = seconds[:, None] - self._fixed(c) - self._others(c, low, high, layers)
-        time = np.maximum(budget, 0.0)
-        most = (
-            self._most(c, time, own, c.again[:, None, :] * again[None, :, None], t.rank)
-            if memory
-            else time / np.maximum(own, 1e-30)
-        )
-        most = np.where(budget < 0, -1.0, np.floor(most + ROUNDING))
+        most = self._capacity(tables, budget, own, least, c.quicker @ t.lead_own, t.rank, layers)
         by_rank = np.full((self.pp, len(c)), np.inf)
         np.minimum.at(by_rank, t.rank, most.T)
         out: Floats = np.minimum(high, by_rank.T)
         return out
+
+    def _capacity(
+        self, tables: list[Floats], budget: Floats, own: Floats, again: Floats, quicker: Floats, rank: Ints, layers: int
+    ) -> Floats:
+        """Column x path: most whole layers within ``budget`` seconds, a layer taking ``own``, its recompute ``again`` times its seconds, a
+        leading one ``quicker`` less; -1 where there is less than nothing."""
+        best = np.full(np.broadcast_shapes(budget.shape, own.shape), -1.0)
+        for leading in range(self.leading + 1):
+            at = np.flatnonzero(rank + leading <= self.leading) if leading else np.arange(len(rank))
+            if not len(at):
+                break
+            room = budget[:, at] + leading * quicker[:, at]
+            each = np.broadcast_to(own, best.shape)[:, at]
+            if tables:
+                table = tables[leading][:, rank[at]]
+                number = np.arange(1, table.shape[2] + 1)
+                fit = each[:, :, None] * number + again[at, None] * table <= room[:, :, None] + ROUNDING * each[:, :, None]
+                fit &= table < NEVER
+                most = np.where(fit, number, 0).max(axis=2).astype(float)
+                most = np.where(most == table.shape[2], float(layers), most)
+            else:
+                most = np.floor(np.maximum(room, 0.0) / np.maximum(each, 1e-30) + ROUNDING)
+            best[:, at] = np.maximum(best[:, at], np.where(room < 0, -1.0, most))
+        return best
 
     def _fixed(self, c: Costs) -> Floats:
         """Column x path: transfers, embedding and head, and what other kinds' layers may save."""
         t = self.table
         out = c.transfer[:, None] * t.p2p + c.embedding @ t.first + c.head @ t.last + c.least[:, None]
         out = out - 0.5 * (c.f[:, None] * t.off[0] + c.b[:, None] * t.off[1] + c.w[:, None] * t.off[2])
+        if self.leading:
+            out = out - self.leading * (c.quicker @ t.lead_others)
         result: Floats = out - c.credit @ t.most.T
         return result
 
@@ -231,44 +288,13 @@ class Shape:
         out: Floats = c.f[:, None] * f + c.b[:, None] * b + c.w[:, None] * w
         return out
 
-    def _most(self, c: Costs, budget: Floats, own: Floats, again: Floats, rank: Ints) -> Floats:
-        """Most layers (fractional) by column and path under both limits. Where all layers recompute, one layer's tensors exist
-        whole besides; a mixture has one layer at least of either mode, which is no less."""
-        room, bytes_ = self.memory(c)
-        beside = np.maximum(0.0, (c.kept.max(axis=1, keepdims=True) - c.kept)[:, None, :] - c.spare[:, :, None])
-        alone = np.maximum(room[:, :, None] - beside, 0.0)[:, rank]
-        r, bytes_ = np.maximum(room, 0.0)[:, rank], bytes_[:, rank]
-        time = np.maximum(own[:, :, None] + again, 1e-30)
-        best: Floats = np.minimum(budget[:, :, None] / time, alone / bytes_).max(axis=2)
-        modes = time.shape[2]
-        for i in range(modes):
-            for j in range(i + 1, modes):
-                ti, tj, bi, bj = time[:, :, i], time[:, :, j], bytes_[:, :, i], bytes_[:, :, j]
-                det = ti * bj - tj * bi
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    x, y = (budget * bj - r * tj) / det, (r * ti - budget * bi) / det
-                    both = (x >= 1 - ROUNDING) & (y >= 1 - ROUNDING) & (np.abs(det) > 0)
-                    best = np.where(both, np.maximum(best, x + y), best)
-                for one, other in ((i, j), (j, i)):
-                    t, m = budget - time[:, :, one], r - bytes_[:, :, one]
-                    edge = 1 + np.minimum(t / time[:, :, other], m / bytes_[:, :, other])
-                    best = np.where((t >= 0) & (m >= 0), np.maximum(best, edge), best)
-        return best
-
-    def memory(self, c: Costs) -> tuple[Floats, Floats]:
-        """(bytes there are by column and rank, bytes of a layer by column, rank and mode)."""
-        flying = self.flying
-        room = c.room + c.lighter + flying.alive_off * c.kept.max(axis=1)[:, None] + flying.waiting_off * c.waits[:, None]
-        held = c.state[:, None] + flying.waiting * c.waits[:, None]
-        return room, np.maximum(held[:, :, None] + flying.alive[None, :, None] * c.kept[:, None, :], 1e-3)
-
     def least(self, c: Costs, low: Floats, high: Floats, layers: int, *, steps: int = 14) -> Floats:
         """The least seconds between ``low`` (a known bound) and ``high`` that each column may be done in, to 1/2^steps of their
         difference; ``high`` where it may not."""
-        low, high = low.copy(), high.copy()
+        low, high, again = low.copy(), high.copy(), self.again(c, layers)
         for _ in range(steps):
             middle = (low + high) / 2
-            good = self.holds(c, middle, layers, memory=True)
+            good = self.settle(c, middle, layers, memory=True, again=again)[0]
             high, low = np.where(good, middle, high), np.where(good, low, middle)
         return low
 
@@ -278,7 +304,9 @@ class _Table:
     """Paths as the propagation reads them, by path: ``rank`` whose work they follow; ``own`` (f, b, w) mean coefficients of its chunks,
     ``least_b`` the least b of them, ``off`` the sums of their absolute deviations, ``paired`` what pairs hide of them; ``other``
     coefficients of other ranks' chunks (``_by_rank``), ``bare`` the same without paired ones, ``peak`` their largest; ``most`` the
-    largest coefficient of each chunk; ``first``, ``last`` those of embedding and head; ``p2p`` transfers; ``starts``, ``ends`` whether
+    largest coefficient of each chunk; ``lead_own`` and ``lead_others`` (f, b, w) those of the chunk of its own rank that may hold leading
+    layers, and the largest of other ranks' such chunks; ``first``, ``last`` those of embedding and
+    head; ``p2p`` transfers; ``starts``, ``ends`` whether
     the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
 
     rank: Ints
@@ -290,6 +318,8 @@ class _Table:
     bare: tuple[Floats, Floats]
     peak: Floats
     most: Floats
+    lead_own: Floats
+    lead_others: Floats
     first: Floats
     last: Floats
     p2p: Floats
@@ -299,7 +329,7 @@ class _Table:
     last_rank: Ints
 
     @classmethod
-    def of(cls, paths: Paths, mine: Bools) -> _Table:
+    def of(cls, paths: Paths, mine: Bools, leading: int) -> _Table:
         f, b, w, pf, pb, p2p, first, last = paths.matrices
         three = np.stack([f, b, w])
         work = three.sum(axis=0) @ mine.T.astype(float)
@@ -313,7 +343,7 @@ class _Table:
         bare = np.stack([other[0] - pf * ~at, other[1] - pb * ~at, other[2]])
         return cls(
             rank, own, np.where(at, b, np.inf).min(axis=1), off, paired, _by_rank(other, mine), _by_rank(bare, mine),
-            other.max(axis=2).T, three.max(axis=0), three[:, :, 0], three[:, :, -1], p2p,
+            other.max(axis=2).T, three.max(axis=0), *_leading(three, rank, leading), three[:, :, 0], three[:, :, -1], p2p,
             (first == rank).astype(float), (last == rank).astype(float), first, last,
         )  # fmt: skip
 
@@ -327,3 +357,22 @@ def _by_rank(three: Floats, mine: Bools) -> tuple[Floats, Floats]:
     least = np.stack([np.where(row, three, np.inf).min(axis=2) for row in mine], axis=2)
     same = most == least
     return np.where(same, most, 0.0), np.where(same, 0.0, total)
+
+
+def _leading(three: Floats, rank: Ints, leading: int) -> tuple[Floats, Floats]:
+    """(f, b, w) x path: coefficients of the chunk of the path's own rank among the first ``leading``, and the largest of the other ones."""
+    first = three[:, :, : max(1, leading)]
+    mine = rank[:, None] == np.arange(first.shape[2])
+    return (first * mine).sum(axis=2), np.where(mine, 0.0, first).max(axis=2)
+
+
+def _evenest(alive: Ints) -> Floats:
+    """Microbatches alive by chunk in the mean of the fullest moments in which the chunk with fewest has most: no choice of layers and recompute
+    needs less at its own fullest moment than in this mean."""
+    some = np.unique(alive[alive.sum(axis=1) == alive.sum(axis=1).max()], axis=0)
+    total, best = np.zeros(alive.shape[1]), np.zeros(alive.shape[1])
+    for turn in range(1, 17):
+        total = total + some[some[:, int(total.argmin())].argmax()]
+        if (total / turn).min() > best.min():
+            best = total / turn
+    return best

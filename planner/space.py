@@ -122,7 +122,7 @@ class Space:
             rule = f"{self.limits.target} offloads nothing; plan it for another --execution"
             raise InputError("--allow-offload", True, rule, "--execution megatron")
         self._memo: dict[tuple[str, tuple[Any, ...]], bool] = {}
-        self._rules: dict[tuple[frozenset[str], frozenset[str]], list[Rule]] = {}
+        self._rules: dict[tuple[frozenset[str], frozenset[str]], list[tuple[Rule, tuple[str, ...]]]] = {}
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
         self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
@@ -139,11 +139,11 @@ class Space:
         stage = (known, new)
         rules = self._rules.get(stage)
         if rules is None:
-            rules = [r for r in RULES.values() if r.reads <= known | new and r.reads & new]
+            rules = [(r, tuple(sorted(r.reads))) for r in RULES.values() if r.reads <= known | new and r.reads & new]
             self._rules[stage] = rules
         values = chosen.__dict__
-        for rule in rules:
-            at = (rule.name, tuple(values[f] for f in sorted(rule.reads)))
+        for rule, fields in rules:
+            at = (rule.name, tuple([values[f] for f in fields]))
             good = self._memo.get(at)
             if good is None:
                 good = not rule.breaks(Case(self.job, chosen, self.limits))

@@ -1,0 +1,262 @@
+"""The least recompute with which a rank fits, exactly: one mix for each of its chunks, chosen together.
+
+Bytes at a moment of the schedule are a sum over the rank's chunks and the most that the work of one of them needs beside it, so that a
+combination of mixes is a row of a few sums. Where the combinations are few, all of them are rows of an array; where they are many, a
+Lagrange multiplier on the fullest moment bounds them, and only those are built up, chunk by chunk, that may cost less than the best known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.activations import ChunkMemory, sends_on
+from cost_models.layout import ZERO_BUBBLE
+from cost_models.memory import Fixed, Peak, beyond_kept, rank_memory
+from planner.columns import Mix
+from planner.fitting import Counts, Fitting, Policy
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+WHOLE = 1_000
+"""Combinations of mixes up to which all are tried."""
+MOMENTS: tuple[str, ...] = ("loss", "backward of a layer", "input gradients of a chunk", "weight gradients of a chunk")
+AFTER = MOMENTS[2:]
+"""Moments of ``memory.beyond_kept``, and those of microbatches that wait for their weight gradient."""
+KEPT = 5_000
+"""Combinations built up at most beyond that."""
+HALVINGS = 16
+CHECKED = 50
+"""Combinations that seem to fit and are counted in full, the cheapest first."""
+ROUNDING, GRAIN = 1e-9, 1024.0
+"""Relative and absolute difference of bytes that is none: a combination is counted in full before it is an answer."""
+
+
+@dataclass(frozen=True)
+class Menu:
+    """The mixes of a chunk that no other beats in seconds and every kind of bytes: ``seconds`` of recompute and input gradient, ``kept``
+    and ``waits`` bytes of a microbatch alive and of one that waits for its weight gradient; ``beside``: the most that exists beyond, moment
+    (``MOMENTS``) x mix (-inf: no such moment)."""
+
+    mixes: tuple[Mix, ...]
+    seconds: Floats
+    kept: Floats
+    waits: Floats
+    beside: Floats
+
+
+def menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
+    """The menu of a chunk that holds these layers."""
+    key = (policy, counts, *_place(fitting, chunk))
+    if key not in fitting.menus:
+        fitting.menus[key] = _menu(fitting, policy, counts, chunk)
+    found: Menu = fitting.menus[key]
+    return found
+
+
+def _place(fitting: Fitting, chunk: int) -> tuple[bool, bool, bool]:
+    """What a chunk's bytes depend on beside its layers."""
+    return chunk == 0, chunk == fitting.layout.chunks - 1, sends_on(fitting.layout, chunk)
+
+
+def _menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
+    b = fitting.column.units.b - fitting.column.units.sb
+    mixes = list(policy.mixes(counts, len(fitting.column.modes)))
+    table = np.zeros((len(mixes), 3 + len(MOMENTS)))
+    for row, mix in zip(table, mixes, strict=True):
+        memory = fitting.chunk(chunk, mix)
+        most = dict(beyond_kept(memory, 1, 1, (0.0, 0.0), True))
+        seconds = sum(n * float(b[k][m]) for k, modes in enumerate(mix) for m, n in enumerate(modes))
+        row[:] = seconds, memory.kept, memory.weight_pass, *(most.get(name, -np.inf) for name in MOMENTS)
+    kept: list[int] = []
+    for i in np.argsort(table[:, 0], kind="stable"):
+        if not kept or not (table[kept] <= table[i]).all(axis=1).any():
+            kept.append(int(i))
+    rows = table[kept].T
+    return Menu(tuple(mixes[i] for i in kept), rows[0], rows[1], rows[2], rows[3:])
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank's mixes are chosen under: ``room`` bytes; by chunk moment x mix ``loads`` bytes of its microbatches and ``beside`` what
+    exists besides while it runs; ``menus``."""
+
+    room: float
+    loads: Sequence[Floats]
+    beside: Sequence[Floats]
+    menus: Sequence[Menu]
+
+
+def least_recompute(
+    fitting: Fitting, policy: Policy, rank: int, spans: Sequence[tuple[int, int]], weights: tuple[float, ...] = ()
+) -> tuple[float, list[Mix] | None]:
+    """(seconds of recompute and input gradient of one microbatch over the rank's chunks that hold ``spans``, each chunk's times its
+    weight: no mixes that fit take less; mixes that take as long and fit). inf and None where none fit."""
+    moments = tuple(tuple(x[1:] for x in s) for s in fitting.snapshots[rank])
+    key = (
+        policy,
+        tuple(fitting.counts(*s) for s in spans),
+        tuple(_place(fitting, c) for c in fitting.held(rank)),
+        moments,
+        weights,
+    )
+    if key not in fitting.least:
+        fitting.least[key] = _least(fitting, policy, rank, spans, weights)
+    return fitting.least[key]
+
+
+def _least(
+    fitting: Fitting, policy: Policy, rank: int, spans: Sequence[tuple[int, int]], weights: tuple[float, ...]
+) -> tuple[float, list[Mix] | None]:
+    static = fitting.static(rank, spans)
+    bare = rank_memory(fitting.job, 0, static, Peak(0.0, 0.0, "")).needed
+    if max(bare, rank_memory(fitting.job, 0, static, Peak(0.0, static.update, "")).needed) > fitting.limit:
+        return float("inf"), None
+    menus = [menu(fitting, policy, fitting.counts(*span), c) for c, span in zip(fitting.held(rank), spans, strict=True)]
+    if weights:
+        menus = [replace(one, seconds=weight * one.seconds) for one, weight in zip(menus, weights, strict=True)]
+    fastest = [one.mixes[0] for one in menus]
+    if _needed(fitting, static, rank, fastest) <= fitting.limit:
+        return float(sum(one.seconds[0] for one in menus)), fastest
+    bound, seconds, picks = _combinations(_rank(fitting, static, rank, menus, bare))
+    for i in np.argsort(seconds, kind="stable")[:CHECKED]:
+        mixes = [one.mixes[p] for one, p in zip(menus, picks[i], strict=True)]
+        if _needed(fitting, static, rank, mixes) <= fitting.limit:
+            return bound, mixes
+    return bound, None
+
+
+def _needed(fitting: Fitting, static: Fixed, rank: int, mixes: Sequence[Mix]) -> float:
+    chunks = {c: fitting.chunk(c, mix) for c, mix in zip(fitting.held(rank), mixes, strict=True)}
+    return fitting.total(static, chunks, fitting.snapshots[rank])
+
+
+def _rank(fitting: Fitting, static: Fixed, rank: int, menus: Sequence[Menu], bare: float) -> _Rank:
+    table = np.array([[(alive, held) for _, alive, held in s] for s in fitting.snapshots[rank]], float)
+    whole = fitting.layout.schedule not in ZERO_BUBBLE
+    gathered = _gathered(static)
+    loads, beside = [], []
+    for chunk, one in enumerate(menus):
+        alive, held = table[:, chunk, 0], table[:, chunk, 1]
+        loads.append(alive[:, None] * one.kept + held[:, None] * one.waits)
+        most = np.full(loads[-1].shape, -np.inf if whole else 0.0)
+        for name, size in zip(MOMENTS, one.beside, strict=True):
+            at = held > 0 if name in AFTER else (alive > 0) & (whole or name == "loss")
+            most[at] = np.maximum(most[at], size + gathered[name])
+        beside.append(most)
+    room = (fitting.limit - bare) / fitting.job.execution.slack - static.lasting
+    if "activations" in fitting.layout.offload:
+        room = 1e30
+    return _Rank(room * (1 + ROUNDING) + len(menus) * GRAIN, loads, beside, menus)
+
+
+def _gathered(static: Fixed) -> dict[str, float]:
+    """Parameters and gradients that exist whole besides, by moment."""
+    loss, backward = static.gathered
+    return dict(beyond_kept(ChunkMemory(loss=0), 1, 1, (loss, backward), True))
+
+
+def _combinations(rank: _Rank) -> tuple[float, Floats, Ints]:
+    """(a bound, seconds of combinations within the room, mix of each chunk): the bound is the least of them where all that could be it
+    were built up."""
+    if prod(len(m.mixes) for m in rank.menus) <= WHOLE:
+        seconds, picks, _ = _grown(rank, np.inf, np.zeros(len(rank.loads[0])))
+        return float(seconds.min(initial=np.inf)), seconds, picks
+    relaxed = _relaxed(rank)
+    if relaxed is None:
+        return float("inf"), np.zeros(0), np.zeros((0, len(rank.menus)), np.int64)
+    multiplier, best, least = relaxed
+    seconds, picks, whole = _grown(rank, (best - least) + ROUNDING * best, multiplier)
+    return (float(seconds.min(initial=np.inf)) if whole else least), seconds, picks
+
+
+def _grown(rank: _Rank, slack: float, multiplier: Floats) -> tuple[Floats, Ints, bool]:
+    """(seconds, mix of each chunk) of combinations within the room, chunk by chunk, whose seconds and priced bytes exceed the least of
+    each chunk by ``slack`` at most; whether none had to be left out."""
+    loads, beside, chunks = rank.loads, rank.beside, len(rank.menus)
+    moments = len(loads[0])
+    rest = np.zeros((chunks + 1, moments))
+    for c in reversed(range(chunks)):
+        rest[c] = rest[c + 1] + loads[c].min(axis=1)
+    least_beside = np.max([x.min(axis=1) for x in beside], axis=0)
+    used, most = np.zeros((1, moments)), np.tile(least_beside, (1, 1))
+    seconds, over, picks, whole = np.zeros(1), np.zeros(1), np.zeros((1, 0), np.int64), True
+    for c, one in enumerate(rank.menus):
+        priced = one.seconds + multiplier @ loads[c]
+        more = priced - priced.min()
+        new_used = used[:, None, :] + loads[c].T[None]
+        new_most = np.maximum(most[:, None, :], beside[c].T[None])
+        new_over = over[:, None] + more
+        good = ((new_used + new_most + rest[c + 1]) <= rank.room).all(axis=2) & (new_over <= slack)
+        at, mix = np.nonzero(good)
+        if len(at) > KEPT:
+            first = np.argsort(new_over[at, mix], kind="stable")[:KEPT]
+            at, mix, whole = at[first], mix[first], False
+        at, mix = _apart(at, mix, new_used, new_most, new_over)
+        used, most, over = new_used[at, mix], new_most[at, mix], new_over[at, mix]
+        seconds, picks = seconds[at] + one.seconds[mix], np.concatenate([picks[at], mix[:, None]], axis=1)
+    return seconds, picks, whole
+
+
+def _apart(at: Ints, mix: Ints, used: Floats, most: Floats, over: Floats) -> tuple[Ints, Ints]:
+    """Of combinations that need the same bytes at every moment, to ``GRAIN``, those that cost least."""
+    order = np.argsort(over[at, mix], kind="stable")
+    at, mix = at[order], mix[order]
+    bytes_ = np.round(np.concatenate([used[at, mix], used[at, mix] + most[at, mix]], axis=1) / GRAIN).astype(np.int64)
+    rows = np.ascontiguousarray(bytes_).view(np.dtype((np.void, bytes_.itemsize * bytes_.shape[1]))).reshape(-1)
+    _, first = np.unique(rows, return_index=True)
+    first = np.sort(first)
+    return at[first], mix[first]
+
+
+def _relaxed(rank: _Rank) -> tuple[Floats, float, float] | None:
+    """(price of a byte by moment, seconds of a combination that fits, least seconds of any) by halving the price of the moment that is
+    fullest without recompute; None where no combination fits."""
+    chunks, most = np.arange(len(rank.menus)), max(len(one.mixes) for one in rank.menus)
+    seconds = np.full((len(chunks), most), np.inf)
+    loads, beside = (np.zeros((len(chunks), len(rank.loads[0]), most)) for _ in range(2))
+    for c, one in enumerate(rank.menus):
+        number = len(one.mixes)
+        seconds[c, :number], loads[c, :, :number], beside[c, :, :number] = one.seconds, rank.loads[c], rank.beside[c]
+    floor = np.max([x.min(axis=1) for x in rank.beside], axis=0)
+    if (np.sum([x.min(axis=1) for x in rank.loads], axis=0) + floor > rank.room).any():
+        return None
+    fullest = int((loads[:, :, 0].sum(axis=0) + floor).argmax())
+    left = rank.room - float(floor[fullest])
+    low, high, best, least, chosen = 0.0, float(seconds[:, 0].sum()) / left / 64, np.inf, 0.0, 0.0
+    feasible: npt.NDArray[np.int64] | None = None
+    for _ in range(HALVINGS):
+        price = (low + high) / 2 if feasible is not None else high
+        priced = seconds + price * loads[:, fullest]
+        picks = priced.argmin(axis=1)
+        bound = float(priced[chunks, picks].sum()) - price * left
+        if bound > least:
+            least, chosen = bound, price
+        used = loads[chunks, :, picks].sum(axis=0)
+        if (used + beside[chunks, :, picks].max(axis=0) <= rank.room).all():
+            feasible, high = picks, price
+        else:
+            low = price
+            high = high if feasible is not None else 8 * high
+    for order in (chunks, chunks[::-1]) if feasible is not None else ():
+        best = min(best, _improved(rank.room, seconds, loads, beside, feasible.copy(), order))
+    multiplier = np.zeros(loads.shape[1])
+    multiplier[fullest] = chosen
+    return multiplier, best, least
+
+
+def _improved(room: float, seconds: Floats, loads: Floats, beside: Floats, picks: Ints, order: Ints) -> float:
+    """Seconds of a combination that fits once its chunks, in ``order``, take the fastest mix that still fits."""
+    chunks = np.arange(len(picks))
+    used, most = loads[chunks, :, picks].sum(axis=0), beside[chunks, :, picks]
+    for c in order:
+        rest = used - loads[c, :, picks[c]]
+        others = np.delete(most, c, axis=0).max(axis=0, initial=-np.inf)
+        fits = (rest[:, None] + loads[c] + np.maximum(beside[c], others[:, None]) <= room).all(axis=0)
+        picks[c] = int(np.where(fits, seconds[c], np.inf).argmin())
+        used, most[c] = rest + loads[c, :, picks[c]], beside[c, :, picks[c]]
+    return float(seconds[chunks, picks].sum())

@@ -1,0 +1,169 @@
+"""The least recompute of a rank by its number of layers, by arrays of columns: what memory costs in seconds, whatever the time allowed.
+
+A rank's chunks hold as many layers each, or one more. Its bytes at the moment with most in flight are the states of its layers, what waits
+for weight gradients, and the activations of the microbatches alive. What they exceed the room by must be saved by recompute: a covering
+knapsack over its layers, whose linear relaxation has the dual
+
+    max over prices p of  p S + sum over chunks of n_c min over modes m of (seconds_m - p alive_c saved_m)
+
+The best price is one of the few at which two modes of a chunk cost the same. Any price is a bound, so that all are tried at once. Where a
+schedule is V-shaped, a rank's two chunks differ in what they have alive, and recompute goes where most is; elsewhere they are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import comb, prod
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+NEVER = 1e12
+"""Seconds of what does not fit."""
+ROUNDING = 1e-9
+TRIED = 20_000
+"""Numbers of layers by mode tried at most for one rank."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Chunks of a rank that are alike, by rank: microbatches ``alive`` and ``waiting`` for their weight gradient at its fullest moment."""
+
+    alive: Floats
+    waiting: Floats
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """By column: ``state`` bytes of a layer, ``kept`` and ``again`` column x mode bytes of a microbatch and seconds of recompute, ``waits``
+    what it holds for its weight gradient; ``room`` and ``spare`` column x rank (``shapes.Costs``); ``first``: (state, kept, waits) of the
+    leading layers of another kind."""
+
+    state: Floats
+    kept: Floats
+    again: Floats
+    waits: Floats
+    room: Floats
+    spare: Floats
+    first: tuple[Floats, Floats, Floats]
+
+
+def least_again(b: Bytes, groups: Sequence[Group], most: int, leading: int = 0) -> Floats:
+    """Column x rank x number of layers (1 to ``most``): seconds of recompute of one microbatch at least; ``NEVER`` where they do not fit.
+    ``leading``: how many of them are leading layers, in the first group."""
+    number = np.arange(1.0, most + 1)
+    if len(groups) == 1:
+        return _for_sizes(b, groups, [number], leading)
+    half, more = np.floor(number / 2), number % 2
+    first = _for_sizes(b, groups, [half + more, half], leading)
+    return np.minimum(first, _for_sizes(b, groups, [half, half + more], leading))
+
+
+def _for_sizes(b: Bytes, groups: Sequence[Group], sizes: Sequence[Floats], leading: int) -> Floats:
+    """The same where the groups hold ``sizes`` layers."""
+    top = b.kept.max(axis=1)
+    over, main = _over(b, groups, sizes, leading)
+    saved = top[:, None] - b.kept
+    plain, all_again = np.zeros(over.shape), np.zeros(over.shape)
+    beside = _beside(b, top)[:, :, None]
+    for price in _prices(saved, b.again, groups):
+        value, mildest = price[:, :, None] * over, np.full(over.shape, -np.inf)
+        for group, n in zip(groups, main, strict=True):
+            gain = (b.again[:, None, :] - (price * group.alive)[:, :, None] * saved[:, None, :]).min(axis=2)[:, :, None]
+            value = value + gain * n
+            mildest = np.maximum(mildest, np.where(n >= 1, gain, -np.inf))
+        plain = np.maximum(plain, value - mildest)
+        all_again = np.maximum(all_again, value + price[:, :, None] * beside)
+    savable = sum(g.alive[None, :, None] * n * saved.max(axis=1)[:, None, None] for g, n in zip(groups, main, strict=True))
+    out = np.where(over <= 0, 0.0, np.minimum(plain, all_again))
+    never = over > savable * (1 + ROUNDING) + 1.0
+    return np.where(never | (sizes[0] < leading), NEVER, out)
+
+
+def _over(b: Bytes, groups: Sequence[Group], sizes: Sequence[Floats], leading: int) -> tuple[Floats, list[Floats]]:
+    """(column x rank x number: bytes that do not fit without recompute; layers of the main kind by group)."""
+    top = b.kept.max(axis=1)
+    over = -b.room[:, :, None]
+    main: list[Floats] = []
+    for place, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        rest = np.maximum(size - (leading if place == 0 else 0), 0.0)
+        main.append(rest)
+        each = b.state[:, None] + group.waiting * b.waits[:, None] + group.alive * top[:, None]
+        over = over + each[:, :, None] * rest
+    if leading:
+        state, kept, waits = b.first
+        over = (
+            over + (leading * (state[:, None] + groups[0].waiting * waits[:, None] + groups[0].alive * kept[:, None]))[:, :, None]
+        )
+    return over, main
+
+
+def _beside(b: Bytes, top: Floats) -> Floats:
+    """Column x rank: bytes that exist besides where all layers recompute, whose tensors exist whole one layer at a time."""
+    if b.kept.shape[1] == 1:
+        return np.zeros((len(b.kept), b.room.shape[1]))
+    second = np.sort(b.kept, axis=1)[:, -2]
+    out: Floats = np.maximum(0.0, (top - second)[:, None] - b.spare)
+    return out
+
+
+def _prices(saved: Floats, again: Floats, groups: Sequence[Group]) -> list[Floats]:
+    """Column x rank: seconds a byte at which two modes of a chunk cost the same."""
+    out: list[Floats] = []
+    modes = saved.shape[1]
+    for i in range(modes):
+        for j in range(i + 1, modes):
+            gain, cost = saved[:, j] - saved[:, i], again[:, j] - again[:, i]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                price = np.where(gain * cost > 0, cost / gain, 0.0)
+            if price.any():
+                out += [price[:, None] / np.maximum(group.alive, 0.5)[None, :] for group in groups]
+    return out
+
+
+def least_again_in_whole_layers(b: Bytes, groups: Sequence[Group], most: int, leading: int = 0) -> Floats:
+    """``least_again`` of one column, each layer in one mode: all numbers of layers by mode are tried where they are few."""
+    relaxed = least_again(b, groups, most, leading)
+    top = float(b.kept[0].max())
+    saved, again = top - b.kept[0], b.again[0]
+    modes = [m for m in range(len(saved)) if saved[m] > 0]
+    beside = _beside(b, b.kept.max(axis=1))[0]
+    for n in range(1, most + 1):
+        ways = [(n,)] if len(groups) == 1 else sorted({(n - n // 2, n // 2), (n // 2, n - n // 2)})
+        if not modes or sum(prod(comb(size + len(modes), len(modes)) for size in sizes) for sizes in ways) > TRIED:
+            break
+        best = np.full(relaxed.shape[1], NEVER)
+        for sizes in ways:
+            over, main = _over(b, groups, [np.array([float(size)]) for size in sizes], leading)
+            counts = [_counts(int(size[0]), len(modes)) for size in main]
+            for rank in range(len(best)):
+                best[rank] = min(best[rank], _covered(float(over[0, rank, 0]), counts, saved[modes], again[modes],
+                                                      [float(g.alive[rank]) for g in groups], float(beside[rank])))  # fmt: skip
+        relaxed[0, :, n - 1] = np.maximum(relaxed[0, :, n - 1], best)
+    return relaxed
+
+
+@lru_cache(maxsize=512)
+def _counts(layers: int, modes: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """(rows of numbers of layers by mode that recompute, whether all do)."""
+    rows = np.array([row for row in product(range(layers + 1), repeat=modes) if sum(row) <= layers], float)
+    return rows, rows.sum(axis=1) == layers
+
+
+def _covered(
+    over: float, counts: Sequence[tuple[Floats, npt.NDArray[np.bool_]]], saved: Floats, again: Floats, alive: Sequence[float], beside: float
+) -> float:  # fmt: skip
+    """The least seconds of recompute that saves ``over`` bytes, and ``beside`` more where all layers recompute."""
+    if over <= 0:
+        return 0.0
+    gain, seconds, every = np.zeros(1), np.zeros(1), np.ones(1, bool)
+    for (rows, all_), microbatches in zip(counts, alive, strict=True):
+        gain = (gain[:, None] + microbatches * (rows @ saved)).ravel()
+        seconds = (seconds[:, None] + rows @ again).ravel()
+        every = (every[:, None] & all_).ravel()
+    good = gain - np.where(every, beside, 0.0) >= over * (1 - ROUNDING)
+    return float(seconds[good].min(initial=NEVER))
