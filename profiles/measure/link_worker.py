@@ -23,7 +23,7 @@ from profiles.operations import Collective
 Groups = Sequence[Sequence[int]]
 REPEATS = 5
 FEWEST_SIZES = 4
-"""Message sizes without which no curve can be fitted: they are taken even over budget."""
+"""Message sizes without which no curve can be fitted: they are taken even over budget (as is one of two axes at once)."""
 LONGEST_SHARE = 0.05
 """A single call may take this share of the budget; larger messages are then left out."""
 MEMORY_SHARE = 0.2
@@ -62,7 +62,8 @@ def measure_here(
         bytes_before, seconds_before = reached.get(curve, (op.bytes, 0.0))
         spent = wire.clock.now() - start
         left = budget_seconds - spent
-        open_ = left > 0 or (not sample.beside and counts[curve] < FEWEST_SIZES and spent < overtime(budget_seconds))
+        least = 1 if sample.beside else FEWEST_SIZES
+        open_ = left > 0 or (counts[curve] < least and spent < overtime(budget_seconds))
         expected = seconds_before + max(op.bytes - bytes_before, 0) * _slope(bytes_before, seconds_before)
         share = max(min(budget_seconds / len(plan), 3 * left / (len(plan) - index)), 0.0)
         go, share = together.gather(
