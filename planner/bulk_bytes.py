@@ -39,11 +39,6 @@ class Kept:
     message: Floats
 
 
-def slack_of(job: Job) -> float:
-    """Reserved over allocated bytes."""
-    return job.execution.slack
-
-
 @dataclass(frozen=True)
 class Held:
     """Bytes by prefix: ``state`` (ZeRO stage -> prefix x kind) of a layer, ``embedding`` and ``head`` (ZeRO stage -> prefix) of the ends,
