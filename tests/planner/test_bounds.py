@@ -132,6 +132,20 @@ def test_a_class_may_be_done_in_the_time_of_five_hundred_of_its_layouts(name: st
     no_class_is_slower_than_its_layouts(name, 500, 1)
 
 
+@pytest.mark.parametrize("stages", [(8, 9, 9, 6), (12, 7, 7, 6), (8, 8, 8, 8)])
+def test_a_first_look_lets_1f1b_pass_whose_heavy_rank_is_ahead_by_its_first_forwards(stages: tuple[int, ...]) -> None:
+    j = replace(made("dense in torchtitan"), memory_limit_bytes=1e12)
+    search, cores = cores_of(j)
+    prefix, micro = Prefix(1, 1, "ring", 4, 2, 1, 1, False), 2
+    i = next(i for i, row in enumerate(search.rows) if (row.prefix, row.micro_batch) == (prefix, micro))
+    batch = next(b for b in search.rows[i].batches if b.schedule == "1f1b")
+    layout = search.space.layout(prefix, batch, Shard(1, 2, 2, "tp-cp-dp-pp", "alltoall"), stages)
+    seconds = search.pipeline(estimate(j, layout, detail=False).step_seconds) * (1 + 1e-9)
+    key = (batch.schedule, 4, 1, batch.microbatches)
+    assert len(cores.glance(key, np.array([i]), seconds)) == 1
+    assert len(cores.glance(key, np.array([i]), 0.7 * seconds)) == 0
+
+
 def no_class_is_slower_than_its_tight_answers(name: str, number: int, seed: int) -> None:
     """In memory between what all recompute and none need, where every rank recomputes as it must, a class may be done in its answer's
     time."""
