@@ -164,6 +164,7 @@ def dry_run(plan: Path | None, plan_option: Path | None, as_json: bool, **option
 
 
 RUN_EXAMPLE = """axisplan run plan.json --data notes.txt --steps 100
+axisplan run plan-for-gpus.json --data notes.txt --device cpu
 axisplan run plan.json --data tokens --eval-data held-out.txt --eval-every 50 --tensorboard --trace trace.json"""
 
 
