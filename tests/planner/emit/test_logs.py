@@ -14,6 +14,7 @@ from plans import job_of, plan_of
 from cost_models.runs import to_run
 from planner.emit.logs import COLUMNS, append_row, measure, read_log, row_of
 from planner.plan import Plan
+from planner.screen import step_line
 from profiles.errors import InputError
 from profiles.hardware import load_cluster, to_yaml
 
@@ -63,6 +64,7 @@ OURS = "".join(
         ("deepspeed", DEEPSPEED, 2.0, 61.25, "torch max allocated"),
         ("deepspeed", PIPELINE, 2.0, None, ""),
         ("axisplan", OURS, 2.0, 3.0, "torch max allocated"),
+        ("axisplan", "".join(step_line(json.loads(line)) + "\n" for line in OURS.splitlines()), 2.0, 3.0, "torch max allocated"),
     ],
 )
 def test_each_frameworks_lines_are_read(
