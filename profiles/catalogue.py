@@ -60,6 +60,8 @@ def _build(kind: type[T], data: Mapping[str, Any], where: str) -> T:
         else:
             rule = WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
         value = None if rule == "is missing" else shown(first["input"])
+        if rule == "is missing" and place == "name":
+            rule = "is missing; it stands last in a file that axisplan wrote, so this one may have been cut short"
         raise InputError(f"{where}: {place}", value, rule, nearest) from error
 
 
@@ -126,11 +128,11 @@ def _aliases(kind: str) -> dict[str, str]:
 
 
 def _resolve(kind: str, field: str, text: str) -> str:
-    name: str | None = text.strip().lower()
-    if name in _names(kind):  # the other files need not be read
-        return name
+    asked = text.strip().lower()
+    if asked in _names(kind):  # the other files need not be read
+        return asked
     known = _aliases(kind)
-    name = known.get(name)
+    name = known.get(asked)
     if name is None:
         nearest = difflib.get_close_matches(text.lower(), known, 3, 0.4)
         listed = list(dict.fromkeys(known[match] for match in nearest))
