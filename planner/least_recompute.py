@@ -242,8 +242,8 @@ def _relaxed(rank: _Rank) -> tuple[Floats, float, float] | None:
         else:
             low = price
             high = high if feasible is not None else 8 * high
-    for order in (chunks, chunks[::-1]) if feasible is not None else ():
-        best = min(best, _improved(rank.room, seconds, loads, beside, feasible.copy(), order))
+    if feasible is not None:
+        best = min(_improved(rank.room, seconds, loads, beside, feasible.copy(), order) for order in (chunks, chunks[::-1]))
     multiplier = np.zeros(loads.shape[1])
     multiplier[fullest] = chosen
     return multiplier, best, least

@@ -45,8 +45,8 @@ TRIES, NODES = 16, 2_000
 its program."""
 MANY, SOME = 200, 12
 """Options of a column beyond which only some loads are simulated."""
-STALLED, EXACT = 3, 1e-4
-"""Simulations in a row that say nothing new of a load, after which the program lays its recompute, where the gap asked for is ``EXACT``."""
+PROGRAMS, STALLED, EXACT = 2, 3, 1e-4
+"""Loads of a column whose recompute the program lays at most, after so many simulations in a row that say nothing new; to what gap."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ def best_loads(
     if not len(rows):
         return None, limit
     loads = _Loads(column, fitting, policies, shape, costs, options, rows)
-    rounds = rounds if sum(map(len, options)) <= MANY else min(rounds, SOME)
+    rounds, programs = rounds if sum(map(len, options)) <= MANY else min(rounds, SOME), PROGRAMS if prove else 0
     best: Answer | None = None
     tries, stalled = np.zeros((2, len(rows)), np.int64)
     while rounds:
@@ -105,6 +105,7 @@ def best_loads(
         answer = loads.tried(i, bool(tries[i]))
         tries[i] += 1 if loads.laid else TRIES // 2
         if answer is None:
+            tries[i] = TRIES if loads.laid else tries[i]
             continue
         one, path = answer
         if best is None or one.seconds < best.seconds:
@@ -113,10 +114,10 @@ def best_loads(
         if not loads.learn(i, path):
             tries[i] = TRIES
         stalled[i] = 0 if loads.bounds[i] > before else stalled[i] + 1
-        if prove and loads.laid and (stalled[i] >= STALLED or tries[i] >= TRIES):
-            tries[i] = TRIES
-            one = loads.solved(i, min(bar, best.seconds))
-            best = best if one is None or one.seconds >= best.seconds else one
+        if programs and loads.laid and (stalled[i] >= STALLED or tries[i] >= TRIES):
+            tries[i], programs = TRIES, programs - 1
+            exact = loads.solved(i, min(bar, best.seconds))
+            best = best if exact is None or exact.seconds >= best.seconds else exact
     least = float(step(loads.bounds.min())) if len(rows) else limit
     return best, min(least, limit)
 
@@ -360,7 +361,9 @@ class _Loads:
 
     def _of_rank(self, rank: int, some: Sequence[Option], paths: slice) -> Floats:
         """Path x option: what a rank's layers add to the paths."""
-        f, b, w, pf, pb, _, first, last = (x[paths] for x in self.shape.paths.matrices)
+        matrices = self.shape.paths.matrices
+        f, b, w, pf, pb = (x[paths] for x in matrices[:5])
+        first, last = matrices[6][paths], matrices[7][paths]
         if not some:
             return np.zeros((len(f), 0))
         held = list(self.fitting.held(rank))

@@ -43,7 +43,7 @@ SMALL = 20_000
 """Columns of a space that is worth proving unasked."""
 EFFORT, EFFORT_TO_PROVE = 600, 20_000
 """Classes, columns and programs opened at most: a count, not a time, so that the same input gives the same plan on any machine."""
-LOADS = 100
+LOADS = 64
 """Loads of one column simulated at most, to prove."""
 STEPS, CROWD = 6, 60
 """Entries opened after a shape, where that many wait: a better answer then leaves fewer."""
