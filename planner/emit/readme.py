@@ -47,8 +47,7 @@ def readme(plan: Plan, program: Program, start: Launch) -> str:
             f"trains {code(str(plan.model['name']))}, {job.global_batch} sequences of {job.seq_len} tokens a step, in {job.precision}; "
             f"the layout is {proof} under axisplan's cost model (execution {made})"
         ),
-        start=start.start,
-        notes=comment(" ".join([*needs, *program.notes, *start.notes])),
+        start=" ".join([f"`{start.start}`.", *map(comment, (*needs, *program.notes, *start.notes))]),
         expected=(
             f"{seconds(estimate['step_seconds'])} a step (80 % interval {seconds(estimate['step_seconds_low'])} to "
             f"{seconds(estimate['step_seconds_high'])}), {gib(worst['device'])} on the fullest rank (stage {worst['stage']})"
