@@ -271,10 +271,17 @@ def seconds_of(network: Priced, collectives: Iterable[Collective]) -> Number:
 def bytes_by_link(network: Network, operations: Iterable[Operation]) -> dict[str, dict[str, float]]:
     """Wire bytes of the busiest rank for one run of ``operations``: axis -> level name -> bytes."""
     out: dict[str, dict[str, float]] = {}
+    add_sent(out, network, operations)
+    return out
+
+
+def add_sent(
+    total: dict[str, dict[str, float]], network: Network, operations: Iterable[Operation], times: float = 1.0
+) -> None:  # fmt: skip
+    """Add the wire bytes of ``times`` runs of ``operations``."""
     for op in operations:
         if isinstance(op, Collective):
-            add_bytes(out, FAMILY.get(op.axis, op.axis), network.sent(op.kind, op.axis, op.bytes, op.count))
-    return out
+            add_bytes(total, FAMILY.get(op.axis, op.axis), network.sent(op.kind, op.axis, op.bytes, op.count), times)
 
 
 def add_bytes(total: dict[str, dict[str, float]], axis: str, sent: Mapping[str, float], times: float = 1.0) -> None:

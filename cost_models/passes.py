@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cost_models.arrays import always_one, maximum, plain, where
-from cost_models.communication import Exchange, Network, Pass, Priced, add_bytes, bytes_by_link, exposed, hidden, paired
+from cost_models.communication import Exchange, Network, Pass, Priced, add_sent, bytes_by_link, exposed, hidden, paired
 from cost_models.compute import Compute, host_seconds, is_host, price, price_in_ring, ring_launches, with_activation
 from cost_models.execution import Execution
 from cost_models.job import Job
@@ -315,11 +315,10 @@ def _add_sharded_bytes(
     """Wire bytes of one microbatch's gathers and reduction (ZeRO-2 and 3)."""
     layout = network.layout
     if layout.zero == 3 and not gathers_once(job, layout):
-        for axis, links in bytes_by_link(network, gathers(job, held)).items():
-            add_bytes(sent, axis, links, job.execution.gathers_per_microbatch)
+        add_sent(sent, network, gathers(job, held), job.execution.gathers_per_microbatch)
     if not reduces_once(job, layout):
-        for axis, links in bytes_by_link(network, [op for pair in reductions(job, layout, trained) for op in pair]).items():
-            add_bytes(sent, axis, links)
+        for reduction in reductions(job, layout, trained):
+            add_sent(sent, network, reduction)
 
 
 def _add(one: PassSeconds, axis: str, seconds: float) -> PassSeconds:

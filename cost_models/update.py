@@ -6,17 +6,16 @@ of that time is usable, the last bucket never hides, and what hides still slows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cost_models.communication import Network, add_bytes, bytes_by_link, hidden, seconds_of
+from cost_models.communication import Network, add_bytes, add_sent, hidden, seconds_of
 from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.sharding import copies, gathers, gathers_once, reduces_once, reductions
 from cost_models.state_bytes import shards
 from cost_models.states import Holding
-from profiles.operations import Collective, Matmul, Number
+from profiles.operations import Matmul, Number
 
 USABLE = 0.8
 """Share of a pass beside which reduction and gathering can run (modelling-notes.md section 2, 11)."""
@@ -73,12 +72,12 @@ def update_seconds(
         if reduces_once(job, layout) and reduction[0].bytes:
             time = float(seconds_of(network, reduction))
             reduce[axis] = _exposed(time, reduction[0].bytes, execution.dp_bucket_bytes, USABLE * backward, execution.dp_overlap)
-            _add_sent(sent, network, reduction)
+            add_sent(sent, network, reduction)
         if gathers_once(job, layout) and gathering.bytes:
             time = float(seconds_of(network, (gathering,)))
             beside = execution.dp_overlap and execution.gather_overlap
             gather[axis] = _exposed(time, gathering.bytes, execution.dp_bucket_bytes, USABLE * forward, beside)
-            _add_sent(sent, network, (gathering,))
+            add_sent(sent, network, (gathering,))
     moved = copies(job, layout, whole, weights)
     for times, once, seconds in ((reduce, reduces_once, moved.into), (gather, gathers_once, moved.out)):
         if seconds and once(job, layout):
@@ -89,11 +88,6 @@ def update_seconds(
         reduce["pp"] = float(job.cluster.collective_seconds("all_reduce", size, 2, apart))
         add_bytes(sent, "pp", {job.cluster.level_of(2, round(apart)).name: size})
     return Update(reduce, gather, float(optimizer_seconds(job, layout, weights, matrices)), sent)
-
-
-def _add_sent(sent: dict[str, dict[str, float]], network: Network, collectives: Iterable[Collective]) -> None:
-    for axis, links in bytes_by_link(network, collectives).items():
-        add_bytes(sent, axis, links)
 
 
 def _exposed(time: float, size: float, bucket: float, window: float, overlap: bool) -> float:
