@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 NEVER = 1e12
 """Seconds of what does not fit."""
 ROUNDING = 1e-9
-TRIED = 20_000
+TRIED = 3_000
 """Numbers of layers by mode tried at most for one rank."""
 
 
@@ -125,22 +125,23 @@ def _prices(saved: Floats, again: Floats, groups: Sequence[Group]) -> list[Float
     return out
 
 
-def least_again_in_whole_layers(b: Bytes, groups: Sequence[Group], most: int, leading: int = 0) -> Floats:
-    """``least_again`` of one column, each layer in one mode: all numbers of layers by mode are tried where they are few."""
+def least_again_in_whole_layers(b: Bytes, groups: Sequence[Group], most: int, leading: int = 0, tried: int = 0) -> Floats:
+    """``least_again`` of one column, each layer in one mode: up to ``tried`` layers, all numbers of layers by mode where they are few."""
     relaxed = least_again(b, groups, most, leading)
     top = float(b.kept[0].max())
     saved, again = top - b.kept[0], b.again[0]
     modes = [m for m in range(len(saved)) if saved[m] > 0]
     beside = _beside(b, b.kept.max(axis=1))[0]
-    for n in range(1, most + 1):
+    for n in range(1, min(most, tried) + 1):
+        open_ = np.flatnonzero((relaxed[0, :, n - 1] > 0) & (relaxed[0, :, n - 1] < NEVER))
         ways = [(n,)] if len(groups) == 1 else sorted({(n - n // 2, n // 2), (n // 2, n - n // 2)})
         if not modes or sum(prod(comb(size + len(modes), len(modes)) for size in sizes) for sizes in ways) > TRIED:
             break
-        best = np.full(relaxed.shape[1], NEVER)
+        best = np.where(np.isin(np.arange(relaxed.shape[1]), open_), NEVER, 0.0)
         for sizes in ways:
             over, main = _over(b, groups, [np.array([float(size)]) for size in sizes], leading)
             counts = [_counts(int(size[0]), len(modes)) for size in main]
-            for rank in range(len(best)):
+            for rank in open_:
                 best[rank] = min(best[rank], _covered(float(over[0, rank, 0]), counts, saved[modes], again[modes],
                                                       [float(g.alive[rank]) for g in groups], float(beside[rank])))  # fmt: skip
         relaxed[0, :, n - 1] = np.maximum(relaxed[0, :, n - 1], best)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,8 @@ class Shape:
         self.ranks = np.where(chunk < self.pp, chunk, 2 * self.pp - 1 - chunk) if self.schedule in V_SHAPED else chunk % self.pp
         self.mine = self.ranks[None, :] == np.arange(self.pp)[:, None]
         self._table: _Table | None = None
+        self._again: dict[bytes, list[Floats]] = {}
+        """``again`` of the column asked for last."""
 
     @cached_property
     def paths(self) -> Paths:
@@ -181,11 +183,18 @@ class Shape:
 
     def again(self, c: Costs, layers: int) -> list[Floats]:
         """By number of leading layers on a rank: ``recompute_tables.least_again``."""
-        top = min(layers - (self.pp - 1) * self.vpp, 2 * -(-layers // self.pp) + 4)
+        mark = c.mark() if len(c) == 1 else b""
+        if mark and mark in self._again:
+            return self._again[mark]
+        mean = -(-layers // self.pp)
+        top = min(layers - (self.pp - 1) * self.vpp, 2 * mean + 4)
         first = c.ahead_bytes[:, 0], c.ahead_bytes[:, 1], c.ahead_bytes[:, 2]
         bytes_ = Bytes(c.state, c.kept, c.again, c.waits, c.room + c.lighter, c.spare, first)
-        find = least_again_in_whole_layers if len(c) == 1 else least_again
-        return [find(bytes_, self.flying.groups, top, leading) for leading in range(self.leading + 1)]
+        find = partial(least_again_in_whole_layers, tried=mean + 2) if mark else least_again
+        out = [find(bytes_, self.flying.groups, top, leading) for leading in range(self.leading + 1)]
+        if mark:
+            self._again = {mark: out}
+        return out
 
     def holds(self, c: Costs, seconds: Floats, layers: int, *, memory: bool) -> Bools:
         """Whether a column may be done in ``seconds`` of pipeline (a bound: True proves nothing)."""
