@@ -201,8 +201,11 @@ def _weight_pass_units(job: Job, degrees: Any, runs: Iterable[Run], *, last: boo
     if job.model.mtp:
         lookup, again = shared_gradient(job, degrees, "embedding"), shared_gradient(job, degrees, "head")
         count, held, own, within = unit("mtp", count=job.model.mtp)
-        layers.append((count, held, own + lookup + (again if job.model.tied else 0), within))
-        head = head if job.model.tied else (*head[:3], 3 * again)
+        if job.model.tied:
+            layers.append((count, held, own + lookup + again, within))
+        else:  # its head's part goes with the head
+            layers.append((count, held - head[1], own + lookup, within))
+            head = (1, head[1] * (1 + count), head[2], 3 * again)
     return [head, *layers] if job.model.tied else [*layers, head]
 
 
@@ -257,13 +260,13 @@ def _losses_by_unit(job: Job, degrees: Any, units: Units, layer: Run) -> tuple[N
     freed: Number = 0
     behind: Number = 0
     waits: Number = 0
-    for _ in range(job.model.mtp):
+    for more in reversed(range(job.model.mtp)):
         module = _prediction_module(job, degrees, unit_memory(job, degrees, "mtp"), layer)
         most = maximum(most, head.transient + units.gathered_ends + waits + behind - freed)
         inside = again + units.waiting(layer.kind, inner.waiting) + units.whole("mtp") + units.throughout
-        most = maximum(most, inside + behind - freed - head.kept)
+        ahead = units.ahead("mtp" if more else layer.kind)
+        most = maximum(most, inside + ahead + behind - freed - head.kept)
         freed, behind, waits = freed + module.kept, units.behind("mtp"), units.waiting_ends
-    ahead = units.ahead(layer.kind)
     return maximum(most, head.transient + units.throughout + ahead + behind - freed), freed + head.kept, behind
 
 
