@@ -164,9 +164,10 @@ def axisplan_judge() -> Iterator[Ask]:
         said = {"seq_len": settings.seq_len, "global_batch": settings.global_batch, "layout": plan.layout_object, "ok": True}
         found = complaint(said, seq_len=case.job.seq_len, global_batch=case.job.global_batch, layout=case.layout)
         stage = case.index % case.layout.pp
-        with built(case.job, case.layout.with_(zero=min(case.layout.zero, 2)), case.layout.rank_at({"pp": stage})) as trainer:
+        whole_units = case.layout.with_(zero=min(case.layout.zero, 2))  # ZeRO 3 pads what it cuts
+        with built(case.job, whole_units, case.layout.rank_at({"pp": stage})) as trainer:
             mine = {id(p): p.numel() for decoder in trainer.decoders.values() for p in decoder.parameters()}
-        wanted = stage_holding(case.job, case.layout, stage)[0].all
+        wanted = stage_holding(case.job, whole_units, stage)[0].all
         return found + (
             [] if sum(mine.values()) == wanted else [f"{sum(mine.values())} parameters on the rank, the plan's {wanted}"]
         )
