@@ -43,6 +43,8 @@ NEVER = 1e12
 TRIES, NODES = 16, 2_000
 """Times one load is simulated at most, recompute laid anew in its chunks for the paths that were longest; nodes of
 its program."""
+REFINED = 100
+"""Loads whose recompute is made exact at most, in search of one that is still of interest."""
 MANY, SOME = 200, 12
 """Options of a column beyond which only some loads are simulated."""
 PROGRAMS, STALLED, EXACT = 2, 3, 1e-4
@@ -250,8 +252,8 @@ class _Loads:
 
     def least(self, bar: float, open_: npt.NDArray[np.bool_]) -> int | None:
         """An open row below ``bar`` seconds of a step, its recompute exact: the one with the least bound before that was known; None where
-        there is none."""
-        while True:
+        there is none, or none was found in ``REFINED`` rows."""
+        for _ in range(REFINED):
             at = np.flatnonzero(open_ & (self.column.step(self.bounds) < bar))
             if not len(at):
                 return None
@@ -261,6 +263,7 @@ class _Loads:
                     self._refine(rank, option)
             if self.column.step(self.bounds[i]) < bar:
                 return i
+        return None
 
     def _make_exact(self, rank: int, option: Option) -> None:
         if option.exact:
