@@ -163,21 +163,34 @@ def show_memory(out: Console, document: Mapping[str, Any], most: int = 8) -> Non
     limit = document["limit_bytes"]
     shown = [k for k in MEMORY_KEYS if any(s.get(k, 0) for s in document["memory"])]
     keys = (*shown, "peak_allocated", "device")
-    rows = [
-        (stage["stage"], *(f"{stage[k] / GIB:.2f}" for k in keys), percent(stage["device"] / limit), bar(stage, limit))
-        for stage in sorted(stages, key=lambda s: s["stage"])
-    ]
+    stages.sort(key=lambda s: s["stage"])
     left_out = f": the fullest {most} of {len(document['memory'])}" if len(document["memory"]) > most else ""
-    names = [f"{mark} {SHORT.get(k, k)}" for mark, k in zip((MARKS[MEMORY_KEYS.index(k)] for k in shown), shown, strict=True)]
-    grid = table(
-        f"memory by stage in GiB (limit {limit / GIB:.2f}){left_out}",
-        ("stage", *names, "allocated", "device", "of limit", "up to | the limit"),
-        rows,
-    )
-    for column in grid.columns:
-        column.no_wrap = True
-    grid.columns[-1].justify = "left"
-    out.print(grid)
+    names = [f"{MARKS[MEMORY_KEYS.index(k)]} {SHORT[k]}" for k in shown]
+
+    def grid(bar_width: int, narrow: bool) -> Table:
+        rows = [
+            (s["stage"], *(f"{s[k] / GIB:.2f}" for k in keys), percent(s["device"] / limit), bar(s, limit, bar_width))
+            for s in stages
+        ]
+        columns = ("stage", *names, "allocated", "device", "of limit", "up to | the limit")
+        if narrow:
+            columns = (*(name.replace(" ", "\n") for name in columns[:-1]), columns[-1])
+        made = table(f"memory by stage in GiB (limit {limit / GIB:.2f}){left_out}", columns, rows)
+        made.columns[-1].justify = "left"
+        made.padding = 0 if narrow else (0, 1)
+        return made
+
+    chosen = grid(24, narrow=False)
+    if overhang(out, chosen) > 0:
+        chosen = grid(24, narrow=True)
+        if (over := overhang(out, chosen)) > 0:
+            chosen = grid(max(8, 24 - over), narrow=True)
+    out.print(chosen)
+
+
+def overhang(out: Console, grid: Table) -> int:
+    """How many columns ``grid`` needs more than ``out`` has."""
+    return out.measure(grid, options=out.options.update(max_width=10_000)).maximum - out.width
 
 
 def bar(stage: Mapping[str, float], limit: float, width: int = 24) -> str:
@@ -229,6 +242,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 def show_timeline(out: Console, spans: Spans, most: int = 8, width: int = 96) -> None:
     """The step as one line a stage: how busy it is in each slice of time, full blocks for all of it, blanks for waiting."""
     stages = sorted({s.stage for s in spans.spans})
+    width = max(8, min(width, out.width - 8))
     every = max(1, -(-len(stages) // most))
     part = f" ({spans.drawn} of {spans.microbatches} microbatches)" if spans.drawn < spans.microbatches else ""
     out.print(

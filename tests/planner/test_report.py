@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
@@ -14,7 +15,7 @@ from planner import plan as plans
 from planner.plan import Plan
 from planner.report import figures
 from planner.report.spans import Spans, spans_of
-from planner.screen import sparkline
+from planner.screen import show_memory, show_timeline, sparkline
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +98,24 @@ def test_the_candidates_are_the_chosen_plan_and_its_runners_up(dense):
     rows = figures.candidates(dense)
     assert [r["role"] for r in rows] == ["chosen", "runner-up", "runner-up"]
     assert rows[0]["seconds"] == dense.step_seconds
+
+
+@pytest.mark.parametrize("columns", [140, 100, 80])
+def test_a_narrow_window_cuts_no_figure_and_wraps_no_line(dense, spans, columns):
+    from rich.console import Console
+
+    out = Console(file=io.StringIO(), width=columns)
+    show_memory(out, dense.estimate)
+    show_timeline(out, spans)
+    memory, timeline = out.file.getvalue().split("timeline of")
+    rows = [line.split() for line in memory.splitlines() if line.rstrip().endswith("|")]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    for row, stage in zip(rows, dense.estimate["memory"], strict=True):
+        for key in ("parameters", "gradients", "optimizer", "activations", "peak_allocated", "device"):
+            assert f"{stage[key] / 2**30:.2f}" in row
+    lines = [line for line in timeline.splitlines()[1:] if line]
+    assert [line.split()[0] for line in lines] == ["0", "1", "2", "3"]
+    assert all(line.endswith("|") and len(line) <= columns for line in lines)
 
 
 def test_a_sparkline_is_full_where_a_stage_works_all_the_time_and_blank_where_it_waits(spans):
