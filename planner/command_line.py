@@ -38,7 +38,7 @@ class Tokens(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         if not digits.isdecimal() or int(digits) < 1 or len(digits) > 12:
             name = param.opts[-1] if param else "count"
             near = nearest_count(text.lstrip("-"), USUAL.get(name, 1))
-            raise InputError(name, value, "must be a whole number of at least 1, k and M allowed", near)
+            raise InputError(name, value, "must be a whole number of at least 1 and of at most 12 digits, k and M allowed", near)
         return int(digits) * scale
 
 

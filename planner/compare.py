@@ -46,7 +46,9 @@ class Comparison:
 
 
 def load_side(path: Path) -> Plan | list[dict[str, Any]]:
-    """A plan, or the records of a run (JSON lines as ``axisplan run --json`` prints them). Raises InputError for anything else."""
+    """A plan, or the records of a run: its folder, or JSON lines as ``axisplan run --json`` prints them. Raises InputError for others."""
+    if path.is_dir() and (metrics := path / "metrics.jsonl").is_file():
+        path = metrics
     try:
         if path.stat().st_size > LARGEST_BYTES:
             raise InputError("file", path, f"is larger than {LARGEST_BYTES >> 20} MiB")

@@ -273,7 +273,12 @@ def show_comparison(out: Console, first: str, second: str, found: Comparison) ->
     if rows:
         out.print(table("", ("", "differs", *names, "change"), rows, left=2))
     if found.same:
-        out.print("same: " + ", ".join(found.same), soft_wrap=True, markup=False)
+        sections: dict[str, list[str]] = {}
+        for section, field in (name.split(": ", 1) for name in found.same):
+            sections.setdefault(section, []).append(field.replace("_", " "))
+        out.print("same", markup=False)
+        for section, fields in sections.items():
+            out.print(f"  {section:<8} {', '.join(fields)}", soft_wrap=True, markup=False)
 
 
 def shown(value: object, unit: str) -> str:
@@ -391,12 +396,19 @@ def show_check(out: Console, layout: str, document: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress(out: Console, title: str) -> Iterator[Callable[..., None]]:
-    """A progress bar on a terminal, one line elsewhere; yields ``show(share, what)``."""
+    """A progress bar on a terminal, one line elsewhere once there is progress; yields ``show(share, what)``."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     if not out.is_terminal:
-        out.print(f"{title} ...")
-        yield lambda share, what="": None
+        said = False
+
+        def say_once(share: float, what: str = "") -> None:
+            nonlocal said
+            if not said:
+                out.print(f"{title} ...")
+            said = True
+
+        yield say_once
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[what]}"))
     with Progress(*columns, console=out, transient=True) as bars:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from planner.command_line import CONTEXT, Commands, Examples, Tokens, as_json, cli, command, show_json
+from planner.number_types import LEARNING_RATE
 from profiles.errors import InputError
 
 
@@ -41,7 +42,7 @@ SOURCES = TARGETS[1:]
 @click.option("--launcher", type=click.Choice(LAUNCHERS), default="torchrun", show_default=True)
 @click.option("--data", multiple=True, help="Training text or prepared data (other targets: data in the target's own form).")
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
-@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=3e-4, show_default=True)
+@click.option("--learning-rate", type=LEARNING_RATE, default=3e-4, show_default=True)
 @click.option(
     "--set", "extra", multiple=True, metavar="KEY=VALUE",
     help="An option of the launcher (partition=gpu, image=NAME) or of the target (tokenizer=NAME, release=main).",

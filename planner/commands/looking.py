@@ -60,7 +60,7 @@ def report(plan: Path, out: Path | None, form: str | None, records: Path | None)
 @click.argument("second", type=click.Path(path_type=Path))
 @as_json
 def compare(first: Path, second: Path, as_json: bool) -> None:
-    """Two plans, or a plan and a measured run (JSON lines of `axisplan run --json`): what differs, first."""
+    """Two plans, or a plan and a measured run (its folder, or the JSON lines of `axisplan run --json`): what differs, first."""
     from planner import screen
     from planner.compare import compare_files
 

@@ -78,3 +78,25 @@ def test_what_is_neither_a_plan_nor_a_run_is_refused(first, tmp_path, invoke, ba
     code, _, err = invoke("compare", str(plan), str(other))
     assert code == 2
     assert err.count("\n") == 1
+
+
+def test_the_folder_of_a_run_stands_for_its_metrics(first, tmp_path, invoke):
+    plan, run = tmp_path / "plan.json", tmp_path / "run"
+    first.save(plan)
+    assert invoke("compare", str(plan), str(tmp_path))[0] == 2
+    run.mkdir()
+    records = [{"step": i, "seconds": first.step_seconds, "peak_bytes": 2**30} for i in range(4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    of_folder, of_file = (invoke("compare", str(plan), str(side), "--json") for side in (run, run / "metrics.jsonl"))
+    assert of_folder == of_file
+    assert of_folder[0] == 0
+
+
+def test_what_is_the_same_is_listed_by_section(first, second, tmp_path, invoke):
+    first.save(tmp_path / "a.json")
+    second.save(tmp_path / "b.json")
+    code, out, _ = invoke("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    same = [line.split(maxsplit=1) for line in out.split("\nsame\n")[1].splitlines()]
+    assert code == 0
+    assert dict(same)["input"].startswith("model, cluster, execution")
+    assert "pp, vpp, cp" in dict(same)["layout"]

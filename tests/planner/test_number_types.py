@@ -71,3 +71,10 @@ def test_host_memory_is_refused_where_the_execution_cannot_use_it(invoke) -> Non
     code, out, err = invoke(*PLAN, "--allow-offload")
     assert (code, out) == (2, "")
     assert "axisplan offloads nothing" in err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1", "1e300"])
+def test_a_learning_rate_that_cannot_be_is_refused_before_the_plan_is_read(invoke, value: str) -> None:
+    code, out, err = invoke("emit", "missing.json", "--learning-rate", value, "--out", "launch")
+    assert (code, out) == (2, "")
+    assert "--learning-rate" in err and "above 0 and below 1,000; nearest: 0.0003" in err

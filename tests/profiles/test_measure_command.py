@@ -230,3 +230,9 @@ def test_what_was_measured_before_an_interruption_is_written(tmp_path: Path, mon
     assert load_samples(tmp_path / "c.samples.json") == (samples, {"host": "here"})
     assert "holds the device alone" in interrupted(gpu)
     assert load_gpu(str(tmp_path / "c.yaml")) == gpu
+
+
+def test_a_precision_that_is_none_is_refused_before_anything_is_measured(invoke) -> None:
+    code, out, err = invoke("profile", "gpu", "--device", "cpu", "--dtype", "", "--json")
+    assert (code, out) == (2, "")
+    assert err.startswith("axisplan: dtypes: ''") and err.count("\n") == 1
