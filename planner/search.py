@@ -45,6 +45,11 @@ EFFORT, EFFORT_TO_PROVE = 600, 20_000
 """Classes, columns and programs opened at most: a count, not a time, so that the same input gives the same plan on any machine."""
 LOADS = 64
 """Loads of one column simulated at most, to prove."""
+VAIN = 0.05
+"""Share of the way from a column's bound to the answer that its loads must bring; else those of the same shape are not tried, unless to
+prove."""
+PATIENCE = 40
+"""Entries opened after the last better answer, once the gap cannot narrow."""
 STEPS, CROWD = 6, 60
 """Entries opened after a shape, where that many wait: a better answer then leaves fewer."""
 CLOSE = 0.95
@@ -132,6 +137,8 @@ class Search:
         self.slowing = stragglers(self.job.cluster.nodes if self.job.cluster.gpus > 1 else 1)
         self.found: dict[tuple[Prefix, Batch, Shard], Found] = {}
         self.best: Found | None = None
+        self._vain: set[Key] = set()
+        self._patience = PATIENCE
         self._solved: dict[tuple[Any, ...], float] = {}
 
     # -- rows -------------------------------------------------------------------------------------------------------
@@ -176,7 +183,7 @@ class Search:
         if held is None or answer.seconds < held.answer.seconds:
             self.found[key] = Found(answer, prefix, batch, shard)
         if answer.seconds < self.fastest:
-            self.best = self.found[key]
+            self.best, self._patience = self.found[key], PATIENCE
 
     def column(self, prefix: Prefix, batch: Batch, shard: Shard) -> tuple[Column, Fitting]:
         column = Column(self.job, self.space.layout(prefix, batch, shard), self.modes, self.store)
@@ -285,7 +292,7 @@ class Search:
         for place, (least, key) in enumerate(waiting):
             if least >= self.fastest:
                 break
-            if self.late():
+            if self._enough(least):
                 for low, other in waiting[place:]:
                     self._leave(low, sum(self._columns(int(i), other) for i in cores.by[other]), low >= self.fastest)
                 break
@@ -298,9 +305,12 @@ class Search:
     def _work(self, queue: Queue, effort: int, steps: int) -> bool:
         """Open up to ``steps`` entries, the least bound first, while one may beat the answer by more than the gap; whether one was."""
         for done in range(steps):
-            if not queue.heap or queue.opened >= effort or queue.heap[0][0] >= self.fastest * (1 - queue.gap) or self.late():
+            if not queue.heap or queue.opened >= effort or queue.heap[0][0] >= self.fastest * (1 - queue.gap):
+                return done > 0
+            if self._enough(queue.heap[0][0]):
                 return done > 0
             bound, level, item = queue.pop()
+            self._patience -= 1
             if level == 2 and queue.answers:
                 continue
             if level == 2:
@@ -361,6 +371,11 @@ class Search:
                 seen.add(degrees)
                 self.try_row(self.rows[int(i)], 1)
 
+    def _enough(self, least: float) -> bool:
+        """Whether to stop before what is bounded by ``least``: the time allowed is over; or nothing left can narrow the gap, which something
+        left unexplored holds open, and no answer got better for long."""
+        return self.late() or (not self.prove and least >= self.books.weakest and self._patience <= 0)
+
     def late(self) -> bool:
         """Whether the time allowed is over."""
         return self.deadline is not None and time.monotonic() > self.deadline
@@ -390,8 +405,12 @@ class Search:
         mark = (one, shard.dispatcher, shard.offload, exact.mark())
         if mark in self._solved:
             self.books.by_dominance += 1
+        elif not self.prove and one.key in self._vain:
+            self.books.unexplored += 1
+            return bound
         else:
             self.books.solved += 1
+            before = bound
             row, batch = self.rows[one.row], self._batch(one)
             column, fitting = self.column(row.prefix, batch, shard)
             rounds = LOADS if self.prove else LOADS // 8
@@ -404,6 +423,8 @@ class Search:
                     again = self.cores.bound(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))
                     bound = max(bound, float(self.step(again)))
             self._solved[mark] = bound
+            if bound < before + VAIN * (self.fastest - before):
+                self._vain.add(one.key)
         return max(bound, self._solved[mark])
 
     # -- what fits at all -------------------------------------------------------------------------------------------

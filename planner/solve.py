@@ -31,7 +31,7 @@ from planner.plan import (
 )
 from planner.search import Found, Outcome, Search, family
 from planner.solve_column import PROVED
-from planner.space import Space, read_wishes
+from planner.space import UNEVEN_VPP, Space, read_wishes
 from profiles.errors import DoesNotFit, InputError
 
 if TYPE_CHECKING:
@@ -244,7 +244,8 @@ def declared(search: Search | Pools) -> str:
         "model": "one for the whole model",
     }[limits.recompute]
     return (
-        f"tp, pp, vpp, cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp: every divisor of tp; orders {', '.join(limits.orders)}; ZeRO"
+        f"tp, pp, cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp: every divisor of tp;"
+        f" vpp to {UNEVEN_VPP}, beyond where chunks are even; orders {', '.join(limits.orders)}; ZeRO"
         f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))};"
         f" uneven stages, each with a layer, chunks of one rank within a layer of each other;"
         f" recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"

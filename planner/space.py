@@ -30,6 +30,8 @@ from profiles.errors import InputError
 
 PREFIX_FIELDS = ("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp")
 SHARD_FIELDS = ("dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload")
+UNEVEN_VPP = 8
+"""Chunks a rank beyond which uneven ones are left out: of one or two layers each, some would take twice as long as others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +262,15 @@ class Space:
                 low, high = chunks_of(schedule)
                 top = 1 if pp == 1 else min(high or layers, max(1, layers // pp))
                 for vpp in range(low if pp > 1 else 1, top + 1):
-                    if not self.allowed("vpp", vpp):
+                    if not self.allowed("vpp", vpp) or not self._worth_searching(pp, vpp):
                         continue
                     chosen = _Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule, vpp=vpp)
                     if self._legal(chosen, known | {"micro_batch"}, frozenset(("schedule", "vpp"))):
                         yield Batch(micro, schedule, vpp, each // micro)
+
+    def _worth_searching(self, pp: int, vpp: int) -> bool:
+        """Whether ``vpp`` chunks a rank are tried: many chunks only where they hold equally many layers, unless vpp is pinned."""
+        return vpp <= UNEVEN_VPP or self.job.model.num_layers % (pp * vpp) == 0 or any(w.field == "vpp" for w in self.pins)
 
     def schedules(self, pp: int) -> list[str]:
         """Schedules tried at ``pp``; without a pipeline there is one, plain gradient accumulation, which a pinned schedule rules out."""

@@ -87,9 +87,10 @@ def test_the_space_is_every_legal_combination_of_degrees_once(model, execution: 
     assert legal
 
 
-def test_virtual_stages_go_up_to_one_layer_a_chunk_and_experts_split_by_every_divisor_of_tp() -> None:
-    j = job("llama-3-70b", "h100-sxm:8x8", 8192, 512)
-    assert {b.vpp for b in Space(j, read_wishes("schedule=interleaved")).batches(8, 1, 4, 2)} == set(range(2, 21))
+def test_many_virtual_stages_are_even_ones_unless_pinned_and_experts_split_by_every_divisor_of_tp() -> None:
+    j = job("llama-3-70b", "h100-sxm:8x8", 8192, 512)  # 80 layers on 4 stages: 2 a chunk at vpp 10, 1 at 20
+    assert {b.vpp for b in Space(j, read_wishes("schedule=interleaved")).batches(8, 1, 4, 2)} == {*range(2, 9), 10, 20}
+    assert {b.vpp for b in Space(j, read_wishes("schedule=interleaved,vpp>=2")).batches(8, 1, 4, 2)} == set(range(2, 21))
     experts = Space(job("mixtral-8x7b", "h100-sxm:1x8", 4096, 64), read_wishes("tp=8"))
     assert {p.etp for p in experts.prefixes} == {1, 2, 4, 8}
     beyond = Space(job("mixtral-8x7b", "h100-sxm:1x8", 4096, 64), read_wishes("tp=1,etp=4"))
