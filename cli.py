@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 something failed, 2 the input is wrong, 3 nothing fits. Er
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -42,6 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     code = 0
     ended = Ended()
     ended.listen(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # ASCII has no bars, and UTF-8 no half of a file's name
     try:
         code = cli.main(args=argv, prog_name="axisplan", standalone_mode=False) or 0
         sys.stdout.flush()

@@ -56,7 +56,7 @@ def read_wishes(text: str) -> tuple[Wish, ...]:
         if field not in FIELDS:
             import difflib
 
-            close = difflib.get_close_matches(field, FIELDS, 1)
+            close = difflib.get_close_matches(field, FIELDS, 1, cutoff=0.5)
             raise InputError("pin", field, f"is no part of a layout; parts are {', '.join(FIELDS)}", close[0] if close else None)
         values = (raw,) if field in ("stages", "recompute") else tuple(v.strip() for v in raw.split("|"))
         if op in ("<=", ">=") and not values[0].isdecimal():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -59,6 +61,7 @@ def test_version_is_the_one_of_the_package(invoke):
         (["plan", JOB[0], "--cluster", "h100-smx:1x8", *JOB[3:]], 2, "h100-sxm"),
         (["plan", *JOB[:4], "0", *JOB[5:]], 2, "--seq-len"),
         (["plan", *JOB, "--pin", "tp=3"], 2, "tp"),
+        (["plan", *JOB, "--pin", "tq=2"], 2, "nearest: tp"),
         (["plan", *JOB, "--margin", "2"], 2, "--margin"),
         (["plan", *JOB, "--set", "attention=flash"], 2, "execution.KEY=VALUE"),
         (["plan", *JOB, "--execution", "megatorn"], 2, "megatron"),
@@ -122,3 +125,13 @@ def test_a_closed_pipe_says_nothing():
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(60) in (0, 1)
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("ascii", "models"), ("utf-8", "m\udcff")])
+def test_what_the_terminal_has_no_letter_for_is_a_question_mark(tmp_path, encoding, name):
+    job = ["llama-tiny", "--cluster", "cpu:1x2", "--seq-len", "128", "--global-batch", "8", "--precision", "fp32", "--out", name]
+    command = [sys.executable, "-c", "import sys, cli; cli.main(sys.argv[1:])", "plan", *job]
+    variables = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False, cwd=tmp_path, env=variables)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert f"plan written to {name}".encode("ascii", "replace") in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -115,7 +116,8 @@ def flavour_of(model: ModelSpec) -> tuple[str, str]:
     for name, (module, flavour) in flavours.items():
         if shape(load_model(name)) == shape(model):
             return module, flavour
-    raise refuse("torchtitan", f"it has no model of the shape of {model.name}; it has {', '.join(flavours)}")
+    near = "; nearest: ".join(("", *difflib.get_close_matches(model.name, flavours, 1)))
+    raise refuse("torchtitan", f"it has no model of the shape of {model.name}; it has {', '.join(flavours)}{near}")
 
 
 def shape(model: ModelSpec) -> dict[str, Any]:
