@@ -258,17 +258,20 @@ def _mode(rule: Any) -> str:
 
 
 def no_legal_layout(request: PlanRequest) -> str:
-    """Why pins leave nothing: the rules that a pinned layout breaks."""
+    """Why the job, its pins and what is excluded leave nothing: the rules that a pinned layout breaks."""
     from planner.legality import read_layout, violations
 
     pinned = [w for w in read_wishes(request.pins) if w.op == "=" and len(w.values) == 1 and w.field != "offload"]
+    left = " and is not excluded" if request.exclude else ""
     if not pinned:
+        job = request.job
         return (
-            f"no layout of {request.job.cluster.gpus} GPUs is legal for {request.job.model.name} under {request.job.execution.name}"
+            f"no layout of {job.cluster.gpus} GPUs is legal for {job.model.name} under {job.execution.name} with {job.global_batch} "
+            f"sequences of {job.seq_len} tokens a step{left}"
         )
     try:
         layout = read_layout(request.job, ",".join(f"{w.field}={w.values[0]}" for w in pinned))
         broken = violations(request.job, layout)
     except InputError as error:
         return str(error)
-    return "no legal layout meets the pins" + "".join(f" | {v.line()}" for v in broken)
+    return f"no legal layout meets the pins{left}" + "".join(f" | {v.line()}" for v in broken)

@@ -62,6 +62,8 @@ def test_version_is_the_one_of_the_package(invoke):
         (["plan", *JOB[:4], "0", *JOB[5:]], 2, "--seq-len"),
         (["plan", *JOB, "--pin", "tp=3"], 2, "tp"),
         (["plan", *JOB, "--pin", "tq=2"], 2, "nearest: tp"),
+        (["plan", *JOB, "--pin", "tp=2", "--exclude", "tp=2"], 2, "meets the pins and is not excluded"),
+        (["plan", *JOB, "--execution", "fsdp", "--global-batch", "1"], 2, "with 1 sequences of 8192 tokens a step"),
         (["plan", *JOB, "--margin", "2"], 2, "--margin"),
         (["plan", *JOB, "--set", "attention=flash"], 2, "execution.KEY=VALUE"),
         (["plan", *JOB, "--execution", "megatorn"], 2, "megatron"),
