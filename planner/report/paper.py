@@ -116,17 +116,19 @@ def _memory(axes: Any, plan: Plan) -> None:
     limit = plan.estimate["limit_bytes"] / figures.GIB
     axes.axhline(limit, color="#D55E00", linestyle="--", linewidth=1.2)
     axes.text(
-        stages[0] - 0.45,
+        0.99,
         limit,
         f"limit {limit:.1f}",
+        transform=axes.get_yaxis_transform(),
         color="#D55E00",
+        ha="right",
         va="bottom",
         fontsize=7.5,
         bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1},
     )
-    axes.set(xlabel="stage", ylabel="GiB on one GPU", ylim=(0, 1.45 * max(limit, *base)))
+    axes.set(xlabel="stage", ylabel="GiB on one GPU", ylim=(0, 1.7 * max(limit, *base)))
     axes.set_xticks(stages[:: max(1, len(stages) // 12)])
-    axes.legend(ncol=2, loc="upper right", handlelength=1.0, columnspacing=1.0)
+    axes.legend(ncol=3, loc="upper right", handlelength=1.0, columnspacing=1.0)
     axes.set_title("memory by stage")
 
 

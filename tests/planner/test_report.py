@@ -182,6 +182,21 @@ def test_pictures_for_papers_are_written_whole(dense, tmp_path, invoke, form):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+def test_the_limit_of_a_paper_picture_crosses_no_legend_and_its_label_no_axis(dense, make_plan):
+    pytest.importorskip("matplotlib")
+    from planner.report import paper
+
+    for plan in (dense, make_plan("llama-3-8b", "h100-sxm:1x8", "zero=3,recompute=full")):
+        figure, axes = paper._pyplot().subplots(figsize=(4, 2))
+        paper._memory(axes, plan)
+        figure.canvas.draw()
+        frame, (label,) = axes.get_window_extent(), axes.texts
+        limit = axes.transData.transform((0, plan.estimate["limit_bytes"] / 2**30))[1]
+        assert axes.get_legend().get_window_extent().y0 > limit
+        assert frame.x0 < label.get_window_extent().x0 < label.get_window_extent().x1 < frame.x1
+        paper._pyplot().close(figure)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
