@@ -43,8 +43,10 @@ def does_not_fit(request: PlanRequest, search: Search, outcome: Outcome) -> str:
         if changes
         else "; no single change of GPUs, offload or sequence length was found to fit"
     )
+    unexplored = outcome.books.unexplored
+    found = f"no feasible layout found ({unexplored:,} columns unexplored)" if unexplored else "no feasible layout"
     return (
-        f"no feasible layout: {job.model.name} on {job.cluster.gpus} x {job.cluster.gpu.name} ({outcome.books.legal} legal columns) needs"
+        f"{found}: {job.model.name} on {job.cluster.gpus} x {job.cluster.gpu.name} ({outcome.books.legal} legal columns) needs"
         f" {stage.needed / GIB:.1f} GiB on stage {stage.stage} of the leanest one ({layout}), {over / GIB:.1f} GiB more than the"
         f" {job.limit_bytes / GIB:.1f} GiB allowed; {category} binds{tail}"
     )

@@ -48,6 +48,8 @@ LOADS = 64
 VAIN = 0.05
 """Share of the way from a column's bound to the answer that its loads must bring; else those of the same shape are not tried, unless to
 prove."""
+LEAN = 12
+"""Rows that need least memory, looked at for what a job needs that does not fit: bounds pass over what a micro batch costs."""
 PATIENCE = 40
 """Entries opened after the last better answer, once the gap cannot narrow."""
 STEPS, CROWD = 6, 60
@@ -217,13 +219,13 @@ class Search:
         return fitted > 0
 
     def _likely(self, prefix: Prefix, batch: Batch) -> list[list[Shard]]:
-        """A few shard choices, with each dispatcher: sharded optimizer over all, whole replicas, everything sharded."""
+        """A few shard choices, with each dispatcher and offload: sharded optimizer over all, whole replicas, everything sharded."""
         shards = self.space.columns_of(prefix, batch)
         out: list[list[Shard]] = []
         for zero in (0, 1, 2, 3) if prefix.dp * prefix.cp <= 8 else (1, 2, 3, 0):
             some = [s for s in shards if s.zero == zero]
-            ways = dict.fromkeys(s.dispatcher for s in some)
-            out.append([max((s for s in some if s.dispatcher == way), key=lambda s: s.dp_shard) for way in ways])
+            ways = dict.fromkeys((s.dispatcher, s.offload) for s in some)
+            out.append([max((s for s in some if (s.dispatcher, s.offload) == way), key=lambda s: s.dp_shard) for way in ways])
         return [group for group in out if group]
 
     # -- the search -------------------------------------------------------------------------------------------------
@@ -242,6 +244,8 @@ class Search:
         if len(left):
             self._first_answers(left)
         self._best_first(left)
+        if self.best is None and self.books.unexplored:
+            self._any_answer()
         self._families(left)
         books = self.books
         books.by_bound = books.legal - books.by_memory - books.by_dominance - books.solved - books.unexplored
@@ -429,9 +433,18 @@ class Search:
 
     # -- what fits at all -------------------------------------------------------------------------------------------
 
-    def _lean_rows(self, most: int) -> list[Row]:
-        order = np.lexsort((self.rows.table[:, 5], self.row_bytes))
-        return [self.rows[int(i)] for i in order[:most]]
+    def _lean_rows(self, most: int, smallest: bool = False) -> list[Row]:
+        """Rows by the least bytes of their bound; ``smallest``: of the same degrees those with the smallest micro batch."""
+        order = np.lexsort((self.rows.table[:, 5], self.row_bytes))[:most]
+        if smallest:
+            order = np.unique(self.rows.start[self.rows.at[order]])
+        return [self.rows[int(i)] for i in order]
+
+    def _any_answer(self, most: int = 60) -> None:
+        """An answer from the rows that need least, where effort ended before any was found."""
+        for row in self._lean_rows(most):
+            if self.try_row(row) or self.late():
+                return
 
     def anything_fits(self, most: int = 40) -> bool:
         """Whether one of the rows that need least has a column that fits."""
@@ -450,7 +463,7 @@ class Search:
     def leanest(self) -> tuple[str, StageMemory]:
         """(layout, fullest stage) of the layout that needs least among the leanest rows: everything sharded, all recomputed."""
         best: tuple[float, str, StageMemory] | None = None
-        for row in self._lean_rows(12):
+        for row in self._lean_rows(LEAN, smallest=True):
             for batch in row.batches[:2]:
                 shards = sorted(self.space.columns_of(row.prefix, batch), key=lambda s: (-s.zero, -s.dp_shard, not s.offload))[:2]
                 for shard in shards:

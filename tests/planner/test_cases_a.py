@@ -12,6 +12,7 @@ from cost_models.layout import Layout
 from cost_models.memory import fits, stage_memory
 from planner.legality import check
 from planner.solve import PlanRequest, solve
+from profiles.errors import DoesNotFit
 from tests.planner.jobs import decoder, job
 
 GIB = 2**30
@@ -90,6 +91,22 @@ def test_c16_precision_is_the_user_s_choice_and_a_plan_keeps_a_margin_in_8_bits_
         assert plan.job_settings.precision == precision
         worst = max(stage["device"] for stage in plan.estimate["memory"])
         assert worst <= (1 - 0.08) * of.cluster.gpu.usable_bytes
+
+
+@pytest.mark.slow
+def test_a28_32_gpus_train_qwen3_235b_with_the_optimizer_in_host_memory_only():
+    """slime#280: 18 bytes a parameter do not fit on 32 x 80 GB; the script that ran kept the optimizer on the hosts."""
+    of = job("qwen3-235b-a22b", "h100-sxm:4x8", 4096, 256, "megatron")
+    with pytest.raises(DoesNotFit, match="no feasible layout"):
+        solve(PlanRequest(of, top=0))
+    plan = solve(PlanRequest(of, offload=True, top=0))
+    assert plan.layout_object.offload == ("optimizer",)
+    assert max(stage["device"] for stage in plan.estimate["memory"]) <= plan.estimate["limit_bytes"]
+
+
+def test_the_leanest_layout_of_what_does_not_fit_has_the_smallest_micro_batch():
+    with pytest.raises(DoesNotFit, match=r"of the leanest one .*micro_batch=1,"):
+        solve(PlanRequest(job("deepseek-v3", "h100-sxm:1x8", 4096, 64), pins="tp=1,pp=1,cp=1", top=0))
 
 
 def test_a_layout_that_does_not_fit_names_the_single_changes_after_which_it_does():
