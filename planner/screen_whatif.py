@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.layout_words import bare
 from planner.screen import gib, percent, seconds, table
 
 if TYPE_CHECKING:
@@ -14,17 +16,20 @@ if TYPE_CHECKING:
     from planner.replan import Replan
 
 MOST_CANDIDATES = 30
+FULL_WIDTH = 130
+"""Columns of a window below which a sweep's table leaves its layouts the room that its gaps took."""
 
 
-def show_sweep(out: Console, rows: Sequence[Mapping[str, Any]], candidates: bool) -> None:
-    """One line a point, or the candidates that come first."""
+def show_sweep(out: Console, rows: Sequence[Mapping[str, Any]], candidates: bool, written: Path | None) -> None:
+    """One line a point, or the candidates that come first; all of them are ``written``."""
     if candidates:
-        _show_candidates(out, rows)
+        _show_candidates(out, rows, written)
         return
     shown = [
         (
             r["cluster"], r["gpus"], r["seq_len"], r["global_batch"], seconds(r["step_seconds"]),
-            f"{r['tokens_per_second_per_gpu']:,.0f}", percent(r["mfu"]), gib(r["peak_bytes"]), percent(r["gap"]), r["layout"],
+            f"{r['tokens_per_second_per_gpu']:,.0f}", percent(r["mfu"]), gib(r["peak_bytes"]), percent(r["gap"]),
+            bare(r["layout"]),
         )
         if r["fits"]
         else (r["cluster"], r["gpus"], r["seq_len"], r["global_batch"], "-", "-", "-", "-", "-", r["reason"])
@@ -43,14 +48,15 @@ def show_sweep(out: Console, rows: Sequence[Mapping[str, Any]], candidates: bool
         "layout, or why there is none",
     )
     grid = table("sweep", columns, shown)
+    grid.padding = (0, 1) if out.width >= FULL_WIDTH else 0
     grid.columns[-1].justify = "left"
     out.print(grid)
 
 
-def _show_candidates(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+def _show_candidates(out: Console, rows: Sequence[Mapping[str, Any]], written: Path | None) -> None:
     shown = [
         (
-            r["layout"], "yes" if r["fits"] else "no", gib(r["peak_bytes"]) if r["peak_bytes"] else "-", r["binding"] or "-",
+            bare(r["layout"]), "yes" if r["fits"] else "no", gib(r["peak_bytes"]) if r["peak_bytes"] else "-", r["binding"] or "-",
             seconds(r["seconds"]) if r["seconds"] else "-", r["reason"],
         )
         for r in rows[:MOST_CANDIDATES]
@@ -59,7 +65,8 @@ def _show_candidates(out: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     grid.columns[-1].justify = "left"
     out.print(grid)
     if len(rows) > MOST_CANDIDATES:
-        out.print(f"{len(rows) - MOST_CANDIDATES} more; --out candidates.csv writes all of them")
+        where = f"all are in {written}" if written else "--out candidates.csv writes all of them"
+        out.print(f"{len(rows) - MOST_CANDIDATES} more; {where}", soft_wrap=True, markup=False)
 
 
 def show_replan(out: Console, found: Replan, saved_as: str | None = None) -> None:

@@ -143,7 +143,7 @@ def sweep(
     if as_json:
         show_json(rows)
     else:
-        screen_whatif.show_sweep(screen.console(), rows, candidates)
+        screen_whatif.show_sweep(screen.console(), rows, candidates, out)
 
 
 @command("replan", "axisplan replan plan.json --gpus 480 --out new-plan.json\naxisplan replan plan.json --gpus 480 --keep-batch")

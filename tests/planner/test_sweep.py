@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from planner import sweep as sweeps
+from planner.screen_whatif import MOST_CANDIDATES
 from planner.solve import PlanRequest, solve
 from planner.sweep import Point, Sweep, candidate_rows, points, run, to_csv, varying
 from profiles.cluster import Pool
@@ -130,3 +131,36 @@ def test_the_command_prints_a_table_or_json_and_writes_files(invoke, tmp_path):
     assert "tokens/s a GPU" in out
     assert invoke(*arguments, "--candidates", "--plot", "x.png")[0] == 2
     assert invoke(*arguments[:3], "h100-smx:1x4", *arguments[4:])[0] == 2
+
+
+def test_candidates_that_the_screen_leaves_out_are_said_to_be_in_the_file(invoke, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    arguments = [
+        "sweep",
+        "llama-tiny",
+        "--cluster",
+        "cpu:1x4",
+        "--seq-len",
+        "128",
+        "--global-batch",
+        "8",
+        "--candidates",
+        "--jobs",
+        "1",
+    ]
+    left_out = len(json.loads(invoke(*arguments, "--json")[1])) - MOST_CANDIDATES
+    assert left_out > 0
+    assert invoke(*arguments)[1].endswith(f"{left_out} more; --out candidates.csv writes all of them\n")
+    written = tmp_path / "all.csv"
+    assert invoke(*arguments, "--out", str(written))[1].endswith(f"{left_out} more; all are in {written}\n")
+    assert len(written.read_text().splitlines()) == 1 + left_out + MOST_CANDIDATES
+
+
+def test_a_narrow_window_leaves_a_sweeps_layouts_room(invoke, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    job = ("llama-3-8b", "--cluster", "h100-sxm:1x8", "--seq-len", "8k", "--global-batch", "128", "--jobs", "1")
+    code, out, _ = invoke("sweep", *job, "--pin", "tp=2,pp=1,recompute=full")
+    lines = out.splitlines()
+    assert code == 0
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 12
