@@ -278,6 +278,8 @@ def export(checkpoint: Path, dtype: str, config: Path | None, base: Path | None,
     from planner.screen import gib
     from profiles.model import ModelSpec
 
+    if config is not None and not config.is_file():
+        raise InputError("--config", config, "is not a file")
     path = find(checkpoint)
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     trained = trained_of(path)
@@ -291,10 +293,10 @@ def export(checkpoint: Path, dtype: str, config: Path | None, base: Path | None,
         )
     needed = export_bytes(ModelSpec.model_validate(read_facts(path)["model"]))
     click.echo(f"reading {path}; at most {gib(needed)} of host memory", err=True)
-    if config is not None and not config.is_file():
-        raise InputError("--config", config, "is not a file")
     for file in write(path, out, kind, config, base=base):
         click.echo(file)
+    if config is None:
+        click.echo("no config.json, which transformers needs beside the weights: --config FILE lays it there", err=True)
 
 
 @cli.group("data", cls=Commands, context_settings=CONTEXT, example="axisplan data prepare book.txt notes.txt --out tokens")

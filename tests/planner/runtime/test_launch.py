@@ -101,6 +101,17 @@ def test_two_processes_train_on_text_and_the_loss_falls(tmp_path: Path, invoke: 
     weights = safetensors.load_file(path / "exported" / "model-00001.safetensors")
     assert sum(t.numel() for t in weights.values()) == plan.job().model.parameters.total
     assert invoke("export", str(path / "exported"), "--out", str(path / "again"))[0] == 2
+    assert "no config.json" in said
+    assert not (path / "exported" / "config.json").exists()
+    missing = invoke("export", str(path / "run"), "--out", str(path / "again"), "--config", "no-such.json")
+    assert missing[0] == 2
+    assert missing[2].startswith("axisplan: --config: 'no-such.json'") and missing[2].count("\n") == 1
+    (path / "config.json").write_text("{}")
+    assert (
+        "no config.json"
+        not in invoke("export", str(path / "run"), "--out", str(path / "again"), "--config", str(path / "config.json"))[2]
+    )
+    assert (path / "again" / "config.json").read_text() == "{}"
 
 
 def test_a_killed_rank_is_one_clear_line_and_nothing_stays(tmp_path: Path) -> None:
