@@ -130,9 +130,10 @@ def assemble(
     if boundary and job.execution.pipeline_output_kept:
         kept = kept + unit_memory(job, degrees, "boundary").kept
     buckets = Buckets(job, degrees, tuple((run.kind, run.count) for run in runs), first, last)
-    backward = backward + buckets.of_layers + (waiting_for_embedding(job, degrees) if first and last else 0)
-    if first:
-        backward = maximum(backward, buckets.of_embedding + embedding.transient - freed)
+    waits = waiting_for_embedding(job, degrees) if first and last else 0
+    backward = backward + buckets.of_layers + waits
+    if first:  # what waits, the lookup's gradient and their sum exist at once
+        backward = maximum(backward, buckets.of_embedding + embedding.transient + 2 * waits - freed)
     if last:
         loss = maximum(loss, buckets.of_head + head_gradients(job, degrees))
     if by_unit(job, degrees):
@@ -142,8 +143,9 @@ def assemble(
         loss = None if loss is None else where(ways > 1, sharded[0], loss)
     if not job.execution.split_backward_keeps_graph:
         return ChunkMemory(kept, weight_pass, loss, backward, largest, kept + backward - weight_pass, backward)
-    if first:  # its input-gradient pass is empty
-        return ChunkMemory(kept, kept, loss, backward, largest, 0, backward)
+    if first:  # its input-gradient pass is empty, and leaves its output's gradient
+        arrived = unit_memory(job, degrees, "boundary").kept if boundary else 0
+        return ChunkMemory(kept, kept + arrived, loss, backward, largest, 0, backward)
     if runs and not last:
         above = unit_memory(job, degrees, runs[-1].kind, runs[-1].rule).above
         weight_pass = weight_pass - above
@@ -228,6 +230,10 @@ def _unit_by_unit(
         loss, freed, behind = _losses_by_unit(job, degrees, units, runs[-1])
         loss = loss - missing
     backward: Number = units.reducing_ends - kept
+    if first and last:
+        waits, lookup = waiting_for_embedding(job, degrees), unit_memory(job, degrees, "embedding").transient
+        joined = units.throughout + where(waits > 0, lookup + waits, 0) - kept
+        backward = maximum(backward, joined + (units.behind(runs[0].kind) if runs else 0))
     for place in range(len(runs) - 1, -1, -1):
         run = runs[place]
         unit = unit_memory(job, degrees, run.kind, run.rule)

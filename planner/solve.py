@@ -244,7 +244,7 @@ def declared(search: Search | Pools) -> str:
         "model": "one for the whole model",
     }[limits.recompute]
     return (
-        f"tp, pp, cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp: every divisor of tp;"
+        f"tp, pp, cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp: 1 or tp;"
         f" vpp to {UNEVEN_VPP}, beyond where chunks are even; orders {', '.join(limits.orders)}; ZeRO"
         f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))};"
         f" uneven stages, each with a layer, chunks of one rank within a layer of each other;"

@@ -226,8 +226,8 @@ class Space:
                     yield Prefix(base.tp, base.cp, base.cp_kind, base.pp, base.dp, ep, etp, base.sp)
 
     def _expert_tensor(self, tp: int, ranks: int) -> list[int]:
-        """Degrees of expert tensor parallelism tried: experts are split at most as the dense layers are, unless it is pinned."""
-        return divisors(ranks if any(w.field == "etp" for w in self.pins) else tp)
+        """Degrees of expert tensor parallelism tried: whole experts, or split as the dense layers are; any where it is pinned."""
+        return divisors(ranks) if any(w.field == "etp" for w in self.pins) else sorted({1, tp})
 
     def _kinds(self, cp: int) -> Iterator[str]:
         if cp == 1:

@@ -37,7 +37,7 @@ def combinations(j: Job) -> Iterator[Layout]:
         dp = world // (tp * cp * pp)
         schedules = [s for s in SCHEDULES if s not in space.limits.costed] if pp > 1 else ["1f1b"]
         for kind, ep, etp, shard, zero, micro, schedule in itertools.product(
-            context_kinds(cp), divisors(world) if moe else [1], divisors(tp) if moe else [1], divisors(dp), range(4),
+            context_kinds(cp), divisors(world) if moe else [1], sorted({1, tp}) if moe else [1], divisors(dp), range(4),
             divisors(j.global_batch), schedules,
         ):  # fmt: skip
             if (zero == 0) != (shard * cp == 1) and not (zero == 0 and shard == 1):
@@ -87,12 +87,12 @@ def test_the_space_is_every_legal_combination_of_degrees_once(model, execution: 
     assert legal
 
 
-def test_many_virtual_stages_are_even_ones_unless_pinned_and_experts_split_by_every_divisor_of_tp() -> None:
+def test_many_virtual_stages_are_even_ones_unless_pinned_and_experts_are_whole_or_split_as_the_dense_layers() -> None:
     j = job("llama-3-70b", "h100-sxm:8x8", 8192, 512)  # 80 layers on 4 stages: 2 a chunk at vpp 10, 1 at 20
     assert {b.vpp for b in Space(j, read_wishes("schedule=interleaved")).batches(8, 1, 4, 2)} == {*range(2, 9), 10, 20}
     assert {b.vpp for b in Space(j, read_wishes("schedule=interleaved,vpp>=2")).batches(8, 1, 4, 2)} == set(range(2, 21))
     experts = Space(job("mixtral-8x7b", "h100-sxm:1x8", 4096, 64), read_wishes("tp=8"))
-    assert {p.etp for p in experts.prefixes} == {1, 2, 4, 8}
+    assert {p.etp for p in experts.prefixes} == {1, 8}
     beyond = Space(job("mixtral-8x7b", "h100-sxm:1x8", 4096, 64), read_wishes("tp=1,etp=4"))
     assert {(p.tp, p.etp) for p in beyond.prefixes} == {(1, 4)}
 

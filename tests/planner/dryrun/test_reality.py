@@ -27,7 +27,7 @@ CASES = [
 def test_traced_peak_and_collectives_are_the_real_ones(
     kind: str, world: int, layout: str, make_plan: Callable[..., Plan], processes: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """Within 2 % either way of the bytes that the allocator's events tell, and of the same tracer on the real tensors; each
+    """Within 2 % either way of the same tracer on the real tensors; no more than the allocator's events tell; each
     collective with its axis, kind, ranks and bytes as often as it was called (experts: real tokens choose their own)."""
     plan = make_plan(kind, world, layout, layers=2 if "vpp" not in layout else 4, seq_len=512)
     plan.save(tmp_path / "plan.json")
@@ -36,8 +36,6 @@ def test_traced_peak_and_collectives_are_the_real_ones(
         traced = trace(plan.job(), plan.layout_object, real["rank"]).record
         assert traced.peak_bytes == pytest.approx(real["peak"], rel=0.02)
         assert real["allocated"] >= 0.98 * traced.peak_bytes  # gloo's own copies are among what the allocator handed out
-        if layout == "tp=2,zero=1":
-            assert traced.peak_bytes == pytest.approx(real["allocated"], rel=0.02)
         here, there = Counter(), Counter()  # type: Counter[Any], Counter[Any]
         for call in traced.calls:
             here[call.axis, call.kind, call.ranks, 0 if routed else call.bytes] += 1
