@@ -41,7 +41,7 @@ QUICK = 1e-2
 """Relative gap at which the search stops unless a proof is asked for, or is cheap."""
 SMALL = 20_000
 """Columns of a space that is worth proving unasked."""
-EFFORT, EFFORT_TO_PROVE = 400, 20_000
+EFFORT, EFFORT_TO_PROVE = 600, 20_000
 """Classes, columns and programs opened at most: a count, not a time, so that the same input gives the same plan on any machine."""
 LOADS = 64
 """Loads of one column simulated at most, to prove."""
