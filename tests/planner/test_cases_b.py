@@ -246,6 +246,7 @@ def test_document_deepseek_v3_layout_is_legal() -> None:
     layout = read_layout(j, "pp=16,ep=64,zero=1,schedule=dualpipe")
     assert violations(j, layout) == []
     assert j.model.moe is not None and j.model.moe.experts // layout.ep == 4
+    assert check(j, "pp=16,ep=64,zero=1,recompute=full")["fits"]
 
 
 @pytest.mark.parametrize(("tp", "micro_batch"), [(1, 4), (2, 8), (4, 8)])
