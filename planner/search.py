@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -131,6 +131,9 @@ class Search:
     deadline: float | None = None
     """``time.monotonic()`` at which the search ends, whatever is left."""
 
+    report: Callable[[float, str], None] | None = None
+    """Is told the share of the search that is done, and the best answer, as it goes."""
+
     def __post_init__(self) -> None:
         limits = self.space.limits
         self.modes = modes_within(modes_of(self.job, limits), limits, self.space.pins, self.space.excluded)
@@ -140,7 +143,7 @@ class Search:
         self.found: dict[tuple[Prefix, Batch, Shard], Found] = {}
         self.best: Found | None = None
         self._vain: set[Key] = set()
-        self._patience = PATIENCE
+        self._patience, self._share = PATIENCE, 0.0
         self._solved: dict[tuple[Any, ...], float] = {}
 
     # -- rows -------------------------------------------------------------------------------------------------------
@@ -300,6 +303,7 @@ class Search:
                 for low, other in waiting[place:]:
                     self._leave(low, sum(self._columns(int(i), other) for i in cores.by[other]), low >= self.fastest)
                 break
+            self._tell(0.5 * place / len(waiting))
             rows = cores.by[key]
             for bound, one in cores.within(key, rows[self.least[rows] < self.fastest], self.pipeline(self.fastest)):
                 queue.add(float(self.step(bound)), 0, one)
@@ -315,6 +319,7 @@ class Search:
                 return done > 0
             bound, level, item = queue.pop()
             self._patience -= 1
+            self._tell(0.5 + 0.5 * queue.opened / effort if queue.opened > effort // 2 else 0.0)
             if level == 2 and queue.answers:
                 continue
             if level == 2:
@@ -374,6 +379,12 @@ class Search:
             if degrees not in seen:
                 seen.add(degrees)
                 self.try_row(self.rows[int(i)], 1)
+
+    def _tell(self, share: float) -> None:
+        """Progress, which never goes back."""
+        if self.report is not None:
+            self._share = max(self._share, min(share, 1.0))
+            self.report(self._share, f"best {self.fastest:.4g} s" if self.best else "")
 
     def _enough(self, least: float) -> bool:
         """Whether to stop before what is bounded by ``least``: the time allowed is over; or nothing left can narrow the gap, which something

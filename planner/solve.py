@@ -8,7 +8,8 @@ runners-up and what each loses, and, when nothing fits, what would.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cost_models.job import Job
@@ -59,6 +60,8 @@ class PlanRequest:
     prove: bool = False
     offload: bool = False
     time_limit: float | None = None
+    report: Callable[[float, str], None] | None = field(default=None, compare=False)
+    """Is told how far the search is."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tie < 1:
@@ -78,7 +81,9 @@ def search(request: PlanRequest, *, extra: int | None = None) -> tuple[Search, O
     job = request.job
     require_job(job)
     space = Space(job, read_wishes(request.pins), [read_wishes(e) for e in request.exclude], offload=request.offload)
-    found = Search(job, space, request.prove, request.top if extra is None else extra, deadline=request.deadline())
+    found = Search(
+        job, space, request.prove, request.top if extra is None else extra, deadline=request.deadline(), report=request.report
+    )
     outcome = found.run()
     if not outcome.books.legal:
         raise InputError("layout", request.pins or "any", no_legal_layout(request), None)

@@ -70,9 +70,11 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     terminal = screen.console()
     if why := model_refusal(request.job):
         click.echo(f"warning, before planning: {NO_FILES}{why}", err=True)
-    if len(goal.batches) > 1 or goal.objective not in ("step-time", "tokens-per-second-per-gpu"):
-        with screen.progress(screen.console(stderr=True), goal.objective) as show:
-            found = answer(request, goal, show)
+    many = len(goal.batches) > 1 or goal.objective not in ("step-time", "tokens-per-second-per-gpu")
+    errors = screen.console(stderr=True)
+    if many or errors.is_terminal:
+        with screen.progress(errors, goal.objective if many else "planning") as show:
+            found = answer(request, goal, show) if many else answer(replace(request, report=show), goal)
     else:
         found = answer(request, goal)
     found = with_refusal(with_routing(found))

@@ -295,3 +295,11 @@ def test_an_impossible_program_is_told_from_one_that_is_not_finished() -> None:
     impossible += x
     impossible += x >= 2
     assert run(impossible, nodes=10) is None
+
+
+def test_a_search_says_how_far_it_is_and_never_goes_back() -> None:
+    told: list[tuple[float, str]] = []
+    solve(PlanRequest(job("llama-3-8b", "h100-sxm:1x8", 4096, 64), top=0, report=lambda share, what: told.append((share, what))))
+    shares = [share for share, _ in told]
+    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] <= 1
+    assert told[-1][1].startswith("best ")
