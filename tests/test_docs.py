@@ -156,6 +156,7 @@ def furnish(folder: Path, invoke) -> None:
     texts = {
         "notes.txt": prose, "book.txt": prose, "held-out.txt": prose, "train.sh": TRAIN_SH, "config.py": CONFIG_PY, "mymodel.py": MYMODEL_PY,
         "log.txt": "".join(STEP % i for i in range(8)), "runs.csv": runs_of("NVIDIA NeMo"),
+        "ds_config.json": '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}}',
     }  # fmt: skip
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
