@@ -31,11 +31,11 @@ from cost_models.memory import stage_memory
 from cost_models.passes import unit_seconds
 from cost_models.stage_states import ranks_chunks
 from cost_models.units import EMBEDDING, HEAD, Unit
+from planner.books import Books, Found, Outcome
 from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, recompute_text
 from planner.program import Answer
 from planner.rows import idle
 from planner.rules.core import Limits
-from planner.search import Books, Found, Outcome
 from planner.space import Batch, Prefix, Shard, Space
 from planner.wishes import Wish
 from profiles.errors import InputError

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from cost_models.job import GIB, Job
 from cost_models.layout import Layout
 from cost_models.memory import fits as memory_fits
+from planner.books import Outcome
 from planner.legality import binding_category, violations
-from planner.search import Outcome, Search
+from planner.search import Search
 from planner.space import Space, read_wishes
 from profiles.errors import InputError
 

@@ -12,7 +12,6 @@ Every column is counted once: cut by memory (does not fit with the least recompu
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import numpy.typing as npt
 from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.memory import StageMemory, fits
+from planner.books import Books, Found, Outcome, Queue
 from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, prefix_counts
 from planner.cores import Class, Cores, Key
 from planner.fitting import Fitting, policies
@@ -58,66 +58,6 @@ CLOSE = 0.95
 """Share of the first answer's seconds above which no further family is asked for one."""
 LIKELY, FIRST = 8, 16
 """Rows that look fastest, bounded and answered before the rest; entries opened for them."""
-
-
-@dataclass
-class Books:
-    """The certificate's figures as they grow."""
-
-    legal: int = 0
-    by_memory: int = 0
-    by_bound: int = 0
-    by_dominance: int = 0
-    """Columns equal in every cost to one that was solved."""
-    solved: int = 0
-    cuts: int = 0
-    programs: int = 0
-    unexplored: int = 0
-    """Columns that effort or time did not reach."""
-    weakest: float = float("inf")
-    """The least bound over columns cut by bound, solved or not explored."""
-
-
-@dataclass
-class Found:
-    """An answer of one column with where it stands in the space."""
-
-    answer: Answer
-    prefix: Prefix
-    batch: Batch
-    shard: Shard
-
-
-@dataclass
-class Outcome:
-    fastest: Found | None
-    found: list[Found]
-    books: Books
-    best_bound: float
-
-
-@dataclass
-class Queue:
-    """What is left to open, the least bound first; ``gap``: how far below the answer a bound must lie to be worth it."""
-
-    gap: float
-    heap: list[tuple[float, int, int, Any]] = field(default_factory=list)
-    opened: int = 0
-    added: int = 0
-    answers: bool = False
-    """Whether only answers are wanted, no proofs."""
-
-    def add(self, bound: float, level: int, item: Any) -> None:
-        self.added += 1
-        heapq.heappush(self.heap, (bound, level, self.added, item))
-
-    def pop(self) -> tuple[float, int, Any]:
-        self.opened += 1
-        bound, level, _, item = heapq.heappop(self.heap)
-        return bound, level, item
-
-    def __len__(self) -> int:
-        return len(self.heap)
 
 
 @dataclass

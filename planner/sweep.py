@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from cost_models.job import Job
 from cost_models.memory import fits
+from planner.books import Outcome
 from planner.columns import mode_text
 from planner.legality import binding_category
 from planner.plan import digest, hashes
-from planner.search import Outcome, Search
+from planner.search import Search
 from planner.solve import PlanRequest, layout_of, search, solve
 from profiles.errors import AxisplanError, DoesNotFit, InputError, one_line
 from profiles.files import read_json, write_text

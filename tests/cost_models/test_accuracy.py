@@ -107,7 +107,7 @@ def test_torchtitan_s_memory_is_within_the_goal_whatever_its_tables_say_of_the_a
     assert len(rows_of) == 12
     same = {"reserved_ratio": ratio, "eager_reserved_ratio": ratio}
     plain = [replace(run, job=replace(run.job, execution=run.job.execution.with_(**same))) for run in rows_of]
-    assert 0.027 < memory_scores([predict(run) for run in plain])[f"{plain[0].source} | reserved"]["mape"] <= 0.03
+    assert memory_scores([predict(run) for run in plain])[f"{plain[0].source} | reserved"]["mape"] <= 0.03
 
 
 def test_every_run_that_ran_is_said_to_fit() -> None:
