@@ -28,7 +28,6 @@ SPLIT_BACKWARD = (*ZERO_BUBBLE, "dualpipe", "dualpipe-v")
 """Those, and the ones that do so for some microbatches."""
 V_SHAPED = ("zb-v", "dualpipe-v")
 """Schedules that place chunk c and chunk 2*pp-1-c on one rank."""
-DENSE_AXES = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 EXPERT_AXES = ("etp", "ep", "edp")
 RECOMPUTE_MODULES = (
     "core_attn", "layernorm", "moe_act", "mlp", "moe", "mla_up_proj", "shared_experts", "mlp_act", "op",

@@ -232,3 +232,11 @@ def fits(job: Job, layout: Layout) -> tuple[bool, StageMemory]:
 
     worst = max(stage_memory(job, layout), key=lambda s: s.needed / stage_limit(job, layout, s.stage))
     return worst.needed <= stage_limit(job, layout, worst.stage), worst
+
+
+def host_bytes(job: Job, layout: Layout, stages: Sequence[StageMemory]) -> float:
+    """Bytes of the fullest node's host memory: its ranks' offloaded states and activations, and the copies of the model they build."""
+    ranks = min(job.cluster.gpus_per_node, layout.world)
+    worst = max((stage.host for stage in stages), default=0.0)
+    built = 4.0 * job.execution.initial_host_copies * float(job.model.parameters.total)
+    return float(ranks * (worst + built))

@@ -147,13 +147,3 @@ def initial_bytes(job: Job, holding: Holding, states: States) -> Number:
     execution = job.execution
     built = job.model.parameters.total if execution.initial_whole_model else holding.all
     return execution.initial_copies_bytes * built + states.parameters
-
-
-def host_bytes(job: Job, layout: Any) -> float:
-    """Bytes of one node's host memory: its ranks' offloaded states and activations, and the copies of the model they build."""
-    from cost_models.memory import stage_memory
-
-    ranks = min(job.cluster.gpus_per_node, layout.world)
-    worst = max(s.host for s in stage_memory(job, layout))
-    built = 4.0 * job.execution.initial_host_copies * float(job.model.parameters.total)
-    return float(ranks * (worst + built))

@@ -27,7 +27,7 @@ from cost_models.communication import Network, add_bytes, stragglers
 from cost_models.flops import flops_per_token, training_per_token
 from cost_models.job import Job
 from cost_models.layout import Layout
-from cost_models.memory import StageMemory, stage_memory
+from cost_models.memory import StageMemory, host_bytes, stage_memory
 from cost_models.packing import packing
 from cost_models.passes import layer_key
 from cost_models.pipeline import Timeline
@@ -68,6 +68,8 @@ class StepEstimate:
     busiest_stage: int
     stage_seconds: tuple[float, ...] = ()
     """Busy seconds of each pipeline rank."""
+    host_bytes_per_node: float = 0.0
+    """Where something is offloaded: host memory of the fullest node (``memory.host_bytes``)."""
     packed: dict[str, float] = field(default_factory=dict)
     """Where sequences are packed from documents: ``packed_figures``."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
@@ -92,6 +94,7 @@ class StepEstimate:
             "guessed": list(self.guessed),
             "busiest_stage": self.busiest_stage,
             "stage_seconds": list(self.stage_seconds),
+            **({"host_bytes_per_node": self.host_bytes_per_node} if self.host_bytes_per_node else {}),
             **({"packed": dict(self.packed)} if self.packed else {}),
         }
 
@@ -145,6 +148,7 @@ def estimate(job: Job, layout: Layout, *, detail: bool = True) -> StepEstimate:
         guessed=guessed,
         busiest_stage=rank,
         stage_seconds=tuple(float(b) for b in timeline.busy),
+        host_bytes_per_node=host_bytes(job, layout, memory) if layout.offload and memory else 0.0,
         packed=packed_figures(job, layout, memory) if job.documents else {},
         timeline=timeline if detail else None,
     )

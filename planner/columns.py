@@ -23,7 +23,7 @@ from cost_models.pipeline import Path, Timeline, seed_paths, simulate
 from cost_models.states import Holding
 from cost_models.step import ChunkSeconds, boundary_seconds, rank_update, ranks_chunks
 from cost_models.units import EMBEDDING, HEAD, MTP, Unit
-from cost_models.update import optimizer_seconds, update_seconds
+from cost_models.update import optimizer_seconds
 from planner.rules.core import Limits, limits_of
 from planner.wishes import Wish
 from profiles.errors import InputError
@@ -325,19 +325,6 @@ class Column:
         if self.job.optimizer == "muon":
             return np.zeros(len(self.job.model.kinds))
         return np.array([optimizer_seconds(self.job, self.layout, w) for w in self.unit_weights[0]])
-
-    @cached_property
-    def mean_ends(self) -> float:
-        """Lower bound on the mean over ranks of start + end: all weights at once with all of their communication beside work.
-
-        The exposed part of a collective is subadditive in its bytes, so that one rank with everything takes no longer than the sum.
-        """
-        kinds, embedding, head = self.unit_weights
-        total = embedding + head
-        for weights, count in zip(kinds, prefix_counts(self.job)[-1], strict=True):
-            total = total + weights.times(int(count))
-        update = update_seconds(self.job, self.layout, total, forward=1e30, backward=1e30)
-        return (update.start + update.end) / self.layout.pp
 
     def ends(self, rank: int, chunks: Sequence[ChunkSeconds]) -> tuple[float, float]:
         """(start, end) seconds of a rank that holds ``chunks``: parameter gathering; gradient reduction and optimizer."""

@@ -63,12 +63,6 @@ def dealt_out(ranks: npt.NDArray[np.int64], loads: Sequence[int], vpp: int, late
     return tuple(out)
 
 
-def even_on_ranks(ranks: npt.NDArray[np.int64], stages: Sequence[int]) -> bool:
-    """Whether the chunks of every rank differ by at most one layer: the declared space of schedules with several."""
-    sizes = np.asarray(stages)
-    return all(np.ptp(sizes[ranks == rank]) <= 1 for rank in set(ranks.tolist()))
-
-
 def balanced(layers: int, chunks: int, first: float, last: float, least: int = 1) -> tuple[int, ...]:
     """Counts that make the largest load least, the first and last one carrying ``first`` and ``last`` layers more; at least ``least`` each."""
     loads = [0.0] * chunks

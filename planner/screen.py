@@ -140,6 +140,8 @@ def show_estimate(out: Console, layout: str, document: Mapping[str, Any]) -> Non
     )
     show_seconds(out, document)
     show_memory(out, document)
+    if host := document.get("host_bytes_per_node"):
+        out.print(f"offloaded: {gib(host)} of host memory on the fullest node")
     if document.get("guessed"):
         out.print("guessed: " + "; ".join(map(str, document["guessed"])), soft_wrap=True)
 

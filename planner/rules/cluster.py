@@ -152,7 +152,3 @@ def replicas_divide_expert_replicas(case: Case) -> Iterator[Break]:
     if rest == 0 and edp % layout.dp_replicate:
         message = f"{case.limits.target} needs a divisor of the expert data parallelism, edp = tp*cp*dp/(ep*etp) = {edp}"
         yield Break("dp_replicate", layout.dp_replicate, message, tuple(divisors(math.gcd(edp, layout.dp))))
-
-
-def least_common(*values: int) -> int:
-    return math.lcm(*values)

@@ -21,7 +21,6 @@ from profiles.measure.together import Alone
 
 Make = Callable[..., Any]
 """Returns (module, inputs): inputs are a tensor, or a sequence of positional or a mapping of keyword arguments."""
-GIVEN = ("micro_batch", "seq_len", "tp", "device", "dtype")
 
 
 def resolve(target: str, folder: str | None = None) -> Make:

@@ -11,9 +11,10 @@ from cost_models.job import Job
 from cost_models.layers import head_operations, layer_operations
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.memory import StageMemory, fits, stage_memory
-from cost_models.overheads import communicators, host_bytes
+from cost_models.overheads import communicators
 from cost_models.recompute import kept_bytes
 from cost_models.runs import load_runs, read_rows
+from cost_models.step import estimate
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
 from profiles.model import Attention, Layer, Mlp, ModelSpec, uniform
@@ -127,7 +128,8 @@ def test_a28_qwen3_235b_on_32_gpus_needs_its_optimizer_on_the_host() -> None:
     ok, stage = fits(job, offloaded)
     assert ok
     assert stage.optimizer == 0
-    assert 705e9 <= host_bytes(job, offloaded) < 760e9
+    assert 705e9 <= estimate(job, offloaded).to_json()["host_bytes_per_node"] < 760e9
+    assert "host_bytes_per_node" not in estimate(job, offloaded.with_(offload=())).to_json()
 
 
 def test_a34_unfused_attention_needs_32_gib_of_scores_even_under_full_recompute() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from cost_models.memory import stage_memory
 from cost_models.step import estimate
 from planner.columns import units
 from planner.cores import Cores
-from planner.heuristic import even_on_ranks, quick
+from planner.heuristic import quick
 from planner.loads import best_loads
 from planner.search import Search
 from planner.shapes import Costs
@@ -191,6 +192,12 @@ def test_a_class_may_be_done_in_the_time_of_answers_whose_ranks_recompute_apart(
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_a_class_may_be_done_in_the_time_of_two_hundred_answers_whose_ranks_recompute_apart(name: str) -> None:
     no_class_is_slower_than_its_tight_answers(name, 200, 1)
+
+
+def even_on_ranks(ranks: Any, stages: Sequence[int]) -> bool:
+    """Whether the chunks of every rank differ by at most one layer: the declared space of schedules with several."""
+    sizes = np.asarray(stages)
+    return all(np.ptp(sizes[ranks == rank]) <= 1 for rank in set(ranks.tolist()))
 
 
 @pytest.mark.parametrize(
