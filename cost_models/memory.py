@@ -154,9 +154,8 @@ def peak(layout: Any, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots
         away, activations = activations - stays, stays
     temporary = temporary + fixed.lasting
     stepping = fixed.update > activations + temporary
-    below = minimum(
-        0.0, temporary
-    )  # the moment holds less than the steady gradients: told of the activations, no category is negative
+    # a moment may hold less than the steady gradients: that is told of the activations, so that no category is negative
+    below = minimum(0.0, temporary)
     return Peak(
         where(stepping, 0.0, activations + below),
         where(stepping, fixed.update, temporary - below),
@@ -165,9 +164,7 @@ def peak(layout: Any, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots
     )
 
 
-def _fullest(
-    chunks: Mapping[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[Number, Number], whole: bool
-) -> Beyond:  # fmt: skip
+def _fullest(chunks: Mapping[int, ChunkMemory], snapshot: Snapshot, gathered: tuple[Number, Number], whole: bool) -> Beyond:
     """The fullest of the moments around one snapshot of the schedule."""
     found: list[Beyond] = [] if whole else [(0.0, "forward")]
     for chunk, alive, held in snapshot:
