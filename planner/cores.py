@@ -13,10 +13,13 @@ import numpy.typing as npt
 from cost_models.chunks import blocks_transfers, boundary_bytes
 from cost_models.communication import reach
 from cost_models.layout import SPLIT_BACKWARD, V_SHAPED, divisors
+from cost_models.pipeline import simulate
 from planner.bulk import Bulk, degrees_of
 from planner.bulk_bytes import states_of
 from planner.bulk_sharding import Ends, Sharding
 from planner.columns import Column, PathStore
+from planner.dealing import dealt
+from planner.heuristic import balanced
 from planner.rows import Rows
 from planner.shapes import ROUNDING, Costs, Shape
 
@@ -59,6 +62,7 @@ class Cores:
         self.main = Main(main if mostly else None, int(totals.sum()), tuple(self.job.model.pattern), totals)
         self.by: dict[Key, Ints] = self._grouped(which)
         self._shapes: dict[Key, Shape] = {}
+        self._balanced: set[Key] = set()
 
     def _grouped(self, which: Ints) -> dict[Key, Ints]:
         """Rows by shape."""
@@ -165,6 +169,7 @@ class Cores:
 
     def _classes(self, key: Key, rows: Ints, stages: Sequence[int], seconds: float) -> list[tuple[float, Class]]:
         shape, layers, parts, one = self.shape(key), self.main.layers, [], []
+        self._know_likely_path(key, rows)
         for zero in stages:
             some = rows[shape.holds(self.costs(rows, key, zero, rows, bare=True), np.full(len(rows), seconds), layers, memory=True)]
             if not len(some):
@@ -182,6 +187,25 @@ class Cores:
         low = np.minimum(self.rows.seconds(np.array([one[i].row for i in good])), seconds)
         found = shape.least(chosen.take(good), low, np.full(len(good), seconds), layers, steps=COARSE)
         return [(float(b), one[i]) for b, i in zip(found, good, strict=True)]
+
+    def _know_likely_path(self, key: Key, rows: Ints) -> None:
+        """Keep the path that is longest where the ranks are balanced by seconds, which those of the schedule alone do not show."""
+        schedule, pp, vpp, m = key
+        if key in self._balanced or pp == 1:
+            return
+        self._balanced.add(key)
+        c = self.quick(rows[:1], key)
+        one, ends = np.array([c.f[0], c.b[0], c.w[0]]), np.stack([c.embedding[0], c.head[0]])
+        first, last = ends.sum(axis=1) / max(float(one.sum()), 1e-30)
+        ranks = self.shape(key).ranks
+        folded = int(ranks[-1]) == 0
+        loads = balanced(self.main.layers, pp, first + last if folded else first, 0.0 if folded else last, vpp)
+        seconds = np.array(dealt(ranks, loads, vpp))[:, None] * one
+        seconds[0] += ends[0]
+        seconds[-1] += ends[1]
+        f, b, w = seconds.T
+        timeline = simulate(schedule, pp, vpp, m, f, b, w, float(c.transfer[0]), blocking=blocks_transfers(self.job, schedule))
+        self.shape(key).paths.add(timeline.path)
 
     def exact(self, one: Class, column: Column) -> Costs:
         """Costs of one column: its own passes and placement."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from planner.columns import Column, Mix
+from planner.dealing import FREE, dealt
 from planner.fitting import Fitting, Policy
 from planner.least_recompute import least_recompute
 from planner.program import Answer
@@ -29,8 +27,8 @@ def quick(column: Column, fitting: Fitting, policies: Sequence[Policy]) -> Answe
 
 
 def splits(column: Column) -> list[tuple[int, ...]]:
-    """Splits worth trying: ranks balanced by layers, and by seconds with embedding and head counted; the chunks of a rank as even as can be,
-    what does not divide in its first or in its last ones."""
+    """Splits worth trying: ranks balanced by layers, and by seconds with embedding and head counted; a rank's chunks as even as
+    ``planner.dealing`` has it."""
     layers, chunks = column.layers, column.chunks
     if chunks == 1 or column.even:
         return [(layers // chunks,) * chunks]
@@ -46,21 +44,9 @@ def splits(column: Column) -> list[tuple[int, ...]]:
         else:
             folded = int(ranks[-1]) == 0
             loads = balanced(layers, pp, a + b if folded else a, 0.0 if folded else b, vpp)
-            ways = [dealt_out(ranks, loads, vpp, late) for late in (True, False)]
+            ways = [dealt(ranks, loads, vpp, way) for way in range(FREE)]
         out += [way for way in ways if way not in out]
     return out
-
-
-def dealt_out(ranks: npt.NDArray[np.int64], loads: Sequence[int], vpp: int, late: bool) -> tuple[int, ...]:
-    """Each rank's layers over its chunks; ``late``: its last chunks (but for the model's last) take one more where they do not divide."""
-    out = [0] * len(ranks)
-    for rank, load in enumerate(loads):
-        held = [c for c in range(len(ranks)) if ranks[c] == rank]
-        each, more = divmod(load, vpp)
-        order = sorted(held, key=lambda c: ((c == len(ranks) - 1) if late else 0, -c if late else c))
-        for place, chunk in enumerate(order):
-            out[chunk] = each + (place < more)
-    return tuple(out)
 
 
 def balanced(layers: int, chunks: int, first: float, last: float, least: int = 1) -> tuple[int, ...]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import combinations
-from math import comb
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,9 @@ from cost_models.chunks import rank_update
 from cost_models.dependencies import graph
 from cost_models.pipeline import Path
 from planner.columns import Column, Mix
+from planner.dealing import dealt, ways
 from planner.fitting import Fitting, Policy
-from planner.heuristic import dealt_out, spread
+from planner.heuristic import spread
 from planner.least_recompute import least_recompute, menu
 from planner.memory_recompute import plain, recompute_bound, some_spans
 from planner.program import Answer, Block, Pattern, Program
@@ -129,16 +128,12 @@ def _options(column: Column, fitting: Fitting, low: Ints, high: Ints, top: float
     every load; no rows where there are more than ``MOST`` of either."""
     layers, vpp = column.layers, column.layout.vpp
     ranges = [range(least, most + 1) for least, most in zip(low.tolist(), high.tolist(), strict=True)]
-    ways: list[list[tuple[int, ...]]] = []
-    if all(comb(vpp, n % vpp) <= MOST for some in ranges for n in some):
-        ways = [
-            [tuple(n // vpp + (i in up) for i in range(vpp)) for n in some for up in combinations(range(vpp), n % vpp)]
-            for some in ranges
-        ]
-    if ways and sum(map(len, ways)) <= MOST:
-        rows = _choices([np.array([sum(sizes) for sizes in some]) for some in ways], layers)
+    tail = fitting.layout.rank_of_chunk(column.chunks - 1)
+    sizes = [[way for n in some for way in ways(n, vpp, tail=rank == tail)] for rank, some in enumerate(ranges)]
+    if sum(map(len, sizes)) <= MOST:
+        rows = _choices([np.array([sum(way) for way in some]) for some in sizes], layers)
         if rows is not None:
-            return _placed(column, fitting, ways, rows, top)
+            return _placed(column, fitting, sizes, rows, top)
     rows = _choices([np.array(some) for some in ranges], layers)
     return [[Option(n) for n in some] for some in ranges], rows
 
@@ -333,7 +328,7 @@ class _Loads:
         """An answer with a row's loads, and its critical path."""
         column, fitting, chosen = self.column, self.fitting, self.chosen(row)
         if not self.laid:
-            stages = dealt_out(column.paths.ranks, [o.layers for o in chosen], column.layout.vpp, late)
+            stages = dealt(column.paths.ranks, [o.layers for o in chosen], column.layout.vpp, int(late))
             return _simulated(column, fitting, self.policies, stages, {})
         of = {c: b - a for rank, o in enumerate(chosen) for c, (a, b) in zip(fitting.held(rank), o.spans, strict=True)}
         mixes: dict[int, list[Mix]] = {}

@@ -6,8 +6,8 @@ with two rows (seconds, bytes), so that two recompute modes at most are mixed: a
 below what the others must hold, which bounds again what they add to a path: a few rounds settle it. If the ranks together cannot hold the
 model, no layout of the column is done within T, however it is split and recomputed; the least T for which they can is the column's bound.
 
-Chunks of one rank differ by at most one layer (the declared space), so that a rank's load is its layers times a mean over its chunks, less
-what the largest possible imbalance takes off.
+How a rank's layers lie in its chunks is part of the declared space (``planner.dealing``), so that what they add to a path is known by their
+number; where there are two ways, the one that adds less bounds both.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cost_models.layout import V_SHAPED
 from cost_models.schedules import KINDS, order_rows, period
 from cost_models.update import USABLE
 from planner.columns import Paths
+from planner.dealing import FREE, order
 from planner.recompute_tables import NEVER, Bytes, Group, least_again, least_again_in_whole_layers
 
 Floats = npt.NDArray[np.float64]
@@ -121,9 +122,17 @@ class Shape:
         chunk = np.arange(self.chunks)
         self.ranks = np.where(chunk < self.pp, chunk, 2 * self.pp - 1 - chunk) if self.schedule in V_SHAPED else chunk % self.pp
         self.mine = self.ranks[None, :] == np.arange(self.pp)[:, None]
+        self.deals = self._deals()
         self._table: _Table | None = None
         self._again: dict[bytes, list[Floats]] = {}
         """``again`` of the column asked for last."""
+
+    def _deals(self) -> list[Ints]:
+        """Rank x chunk of it, in the order in which they get a layer more; each way in which they may."""
+        held = [np.flatnonzero(row) for row in self.mine]
+        first = [some[list(order(len(some), tail=bool(some[-1] == self.chunks - 1)))] for some in held]
+        both = [first, [some[::-1] for some in first]] if self.vpp == FREE else [first]
+        return [np.array(way) for way in both]
 
     @cached_property
     def paths(self) -> Paths:
@@ -134,7 +143,7 @@ class Shape:
     def table(self) -> _Table:
         """The paths kept so far."""
         if self._table is None or len(self._table.rank) != len(self.paths.rows):
-            self._table = _Table.of(self.paths, self.mine, self.leading)
+            self._table = _Table.of(self.paths, self.mine, self.leading, self.deals)
         return self._table
 
     @cached_property
@@ -175,9 +184,10 @@ class Shape:
         """Whether ranks that have ``budget`` seconds (column x rank) for their layers' work on one microbatch, and their
         memory, can hold all layers."""
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
-        ranks = np.arange(self.pp)
+        ranks, tables = np.arange(self.pp), self.again(c, layers)
         quicker = np.where(ranks < self.leading, c.quicker.sum(axis=1)[:, None], 0.0)
-        most = self._capacity(self.again(c, layers), budget, each[:, None], np.ones(self.pp), quicker, ranks, layers)
+        work = (each[:, None] * np.arange(1, tables[0].shape[2] + 1))[:, None, :]
+        most = self._capacity(tables, budget, work, np.ones(self.pp), quicker, ranks, layers)
         good: Bools = (most >= self.vpp).all(axis=1) & (most.sum(axis=1) >= layers)
         return good
 
@@ -232,45 +242,55 @@ class Shape:
         """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
         the others' least is too long already."""
         t = self.table
-        own = c.f[:, None] * t.own[0] + c.b[:, None] * t.own[1] + c.w[:, None] * t.own[2] - c.hidden @ t.paired
-        own = own + c.start[:, None] * t.starts + np.where(t.least_b >= 1, c.end_own[:, None], c.end[:, None]) * t.ends
         least = np.where(t.least_b >= 1, t.least_b - HIDDEN * t.ends, t.least_b)
         budget = seconds[:, None] - self._fixed(c) - self._others(c, low, high, layers)
-        most = self._capacity(tables, budget, own, least, c.quicker @ t.lead_own, t.rank, layers)
+        quicker = c.quicker @ t.lead_own
+        if tables:
+            work = t.work(c, tables[0].shape[2])
+            most = self._capacity(tables, budget, work, least, quicker, t.rank, layers)
+        else:
+            most = self._without_memory(c, budget, quicker)
         by_rank = np.full((self.pp, len(c)), np.inf)
         np.minimum.at(by_rank, t.rank, most.T)
         out: Floats = np.minimum(high, by_rank.T)
         return out
 
     def _capacity(
-        self, tables: list[Floats], budget: Floats, own: Floats, again: Floats, quicker: Floats, rank: Ints, layers: int
+        self, tables: list[Floats], budget: Floats, work: Floats, again: Floats, quicker: Floats, rank: Ints, layers: int
     ) -> Floats:
-        """Column x path: most whole layers within ``budget`` seconds, a layer taking ``own``, its recompute ``again`` times its seconds, a
-        leading one ``quicker`` less; -1 where there is less than nothing."""
-        best = np.full(np.broadcast_shapes(budget.shape, own.shape), -1.0)
+        """Column x path: most whole layers within ``budget`` seconds, n layers taking ``work`` (column x path x n), their recompute ``again``
+        times its seconds, a leading one ``quicker`` less; -1 where there is less than nothing."""
+        best = np.full(budget.shape, -1.0)
+        slack = ROUNDING * work[:, :, 0]
         for leading in range(self.leading + 1):
             at = np.flatnonzero(rank + leading <= self.leading) if leading else np.arange(len(rank))
             if not len(at):
                 break
-            room = budget[:, at] + leading * quicker[:, at]
-            each = np.broadcast_to(own, best.shape)[:, at]
-            if tables:
-                table = tables[leading][:, rank[at]]
-                number = np.arange(1, table.shape[2] + 1)
-                fit = each[:, :, None] * number + again[at, None] * table <= room[:, :, None] + ROUNDING * each[:, :, None]
-                fit &= table < NEVER
-                most = np.where(fit, number, 0).max(axis=2).astype(float)
-                most = np.where(most == table.shape[2], float(layers), most)
-            else:
-                most = np.floor(np.maximum(room, 0.0) / np.maximum(each, 1e-30) + ROUNDING)
+            some = slice(None) if len(at) == len(rank) else at
+            room = budget[:, some] + leading * quicker[:, some]
+            table = tables[leading][:, rank[at]]
+            each = work if work.shape[1] == 1 else work[:, some]
+            fit = each + again[at, None] * table <= (room + (slack if work.shape[1] == 1 else slack[:, some]))[:, :, None]
+            fit &= table < NEVER
+            number = np.arange(1, table.shape[2] + 1)
+            most = np.where(fit, number, 0).max(axis=2).astype(float)
+            most = np.where(most == table.shape[2], float(layers), most)
             best[:, at] = np.maximum(best[:, at], np.where(room < 0, -1.0, most))
+        return best
+
+    def _without_memory(self, c: Costs, budget: Floats, quicker: Floats) -> Floats:
+        """``_capacity`` where nothing recomputes."""
+        t = self.table
+        best = np.full(budget.shape, -1.0)
+        for leading in range(self.leading + 1):
+            room = budget + leading * np.where(t.rank + leading <= self.leading, quicker, 0.0)
+            best = np.maximum(best, np.where(room < 0, -1.0, t.most_within(c, np.maximum(room, 0.0))))
         return best
 
     def _fixed(self, c: Costs) -> Floats:
         """Column x path: transfers, embedding and head, and what other kinds' layers may save."""
         t = self.table
         out = c.transfer[:, None] * t.p2p + c.embedding @ t.first + c.head @ t.last + c.least[:, None]
-        out = out - 0.5 * (c.f[:, None] * t.off[0] + c.b[:, None] * t.off[1] + c.w[:, None] * t.off[2])
         if self.leading:
             out = out - self.leading * (c.quicker @ t.lead_others)
         result: Floats = out - c.credit @ t.most.T
@@ -289,11 +309,12 @@ class Shape:
         return result
 
     def _along(self, c: Costs, loads: Floats) -> Floats:
-        """Column x path: what these loads of other ranks add at least. Where a path goes through all chunks of a rank alike,
-        it meets all its layers; else as many in each chunk as the least of them holds."""
-        all_, some = self.table.bare if c.hidden.any() else self.table.other
+        """Column x path: what these loads of other ranks add at least."""
+        whole, more = self.table.bare if c.hidden.any() else self.table.other
         each = np.floor(loads / self.vpp)
-        f, b, w = (loads @ x.T + each @ y.T for x, y in zip(all_, some, strict=True))
+        rest = (loads - each * self.vpp)[:, :, None] == np.arange(1, self.vpp)
+        marks = rest.reshape(len(loads), -1).astype(float)
+        f, b, w = (each @ x.T + marks @ y.T for x, y in zip(whole, more, strict=True))
         out: Floats = c.f[:, None] * f + c.b[:, None] * b + c.w[:, None] * w
         return out
 
@@ -310,19 +331,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Table:
-    """Paths as the propagation reads them, by path: ``rank`` whose work they follow; ``own`` (f, b, w) mean coefficients of its chunks,
-    ``least_b`` the least b of them, ``off`` the sums of their absolute deviations, ``paired`` what pairs hide of them; ``other``
-    coefficients of other ranks' chunks (``_by_rank``), ``bare`` the same without paired ones, ``peak`` their largest; ``most`` the
-    largest coefficient of each chunk; ``lead_own`` and ``lead_others`` (f, b, w) those of the chunk of its own rank that may hold leading
-    layers, and the largest of other ranks' such chunks; ``first``, ``last`` those of embedding and
-    head; ``p2p`` transfers; ``starts``, ``ends`` whether
-    the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
+    """Paths as the propagation reads them, by path: ``rank`` whose work they follow; ``own`` coefficients (f, b, w, what pairs hide of f and
+    b, start, end of one's own, end) x path of a layer in each of its chunks, ``more`` by way of dealing those of the layers that do not
+    divide (0 to chunks - 1 of them); ``least_b`` the least b of its chunks; ``other``, ``bare`` (without what pairs hide) what other ranks'
+    chunks add: (path x rank of a layer in each, path x (rank, number) of those that do not divide, at least); ``peak`` the largest of other
+    ranks' coefficients; ``most`` the largest coefficient of each chunk; ``lead_own`` and ``lead_others`` (f, b, w) those of the chunk of its
+    own rank that may hold leading layers, and the largest of other ranks' such chunks; ``first``, ``last`` those of embedding and head;
+    ``p2p`` transfers; ``starts``, ``ends`` whether the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
 
     rank: Ints
+    vpp: int
     own: Floats
+    more: tuple[Floats, ...]
     least_b: Floats
-    off: Floats
-    paired: Floats
     other: tuple[Floats, Floats]
     bare: tuple[Floats, Floats]
     peak: Floats
@@ -338,34 +359,69 @@ class _Table:
     last_rank: Ints
 
     @classmethod
-    def of(cls, paths: Paths, mine: Bools, leading: int) -> _Table:
+    def of(cls, paths: Paths, mine: Bools, leading: int, deals: Sequence[Ints]) -> _Table:
         f, b, w, pf, pb, p2p, first, last = paths.matrices
         three = np.stack([f, b, w])
-        work = three.sum(axis=0) @ mine.T.astype(float)
-        rank = work.argmax(axis=1)
+        rank = (three.sum(axis=0) @ mine.T.astype(float)).argmax(axis=1)
         at = mine[rank]
-        size = at.sum(axis=1)
-        own = (three * at).sum(axis=2) / size
-        off = (np.abs(three - own[:, :, None]) * at).sum(axis=2)
-        paired = np.stack([(pf * at).sum(axis=1), (pb * at).sum(axis=1)]) / size
+        vpp, path = deals[0].shape[1], np.arange(len(f))
+        least_b, starts, ends = np.where(at, b, np.inf).min(axis=1), (first == rank).astype(float), (last == rank).astype(float)
+        ended = np.stack([starts, ends * (least_b >= 1), ends * (least_b < 1)])
+        five = np.concatenate([three, pf[None], pb[None]])
+        more = [np.concatenate([_partial(five[:, path[:, None], way[rank]]), ended[:, :, None] * np.arange(vpp)]) for way in deals]
+        own = np.concatenate([(five * at).sum(axis=2), ended * vpp])
         other = three * ~at
         bare = np.stack([other[0] - pf * ~at, other[1] - pb * ~at, other[2]])
         return cls(
-            rank, own, np.where(at, b, np.inf).min(axis=1), off, paired, _by_rank(other, mine), _by_rank(bare, mine),
+            rank, vpp, own, tuple(more), least_b, _by_rank(other, mine, deals), _by_rank(bare, mine, deals),
             other.max(axis=2).T, three.max(axis=0), *_leading(three, rank, leading), three[:, :, 0], three[:, :, -1], p2p,
-            (first == rank).astype(float), (last == rank).astype(float), first, last,
+            starts, ends, first, last,
         )  # fmt: skip
 
+    def work(self, c: Costs, most: int) -> Floats:
+        """Column x path x number of layers (1 to ``most``): seconds of a rank's own layers along its path, dealt out in the best way."""
+        each, rest = np.divmod(np.arange(1, most + 1), self.vpp)
+        weights, shape = _weights(c), (len(c), len(self.rank), most)
+        out: Floats | None = None
+        for more in self.more:
+            amounts = self.own[:, :, None] * each + more[:, :, rest]
+            one = (weights @ amounts.reshape(len(amounts), -1)).reshape(shape)
+            out = one if out is None else np.minimum(out, one)
+        assert out is not None
+        return out
 
-def _by_rank(three: Floats, mine: Bools) -> tuple[Floats, Floats]:
-    """(f, b, w) coefficients of chunks as path x rank: (a layer's, where all chunks of the rank have the same; else the sum of
-    its
-    chunks')."""
-    total = three @ mine.T.astype(float)
-    most = np.stack([np.where(row, three, -np.inf).max(axis=2) for row in mine], axis=2)
-    least = np.stack([np.where(row, three, np.inf).min(axis=2) for row in mine], axis=2)
-    same = most == least
-    return np.where(same, most, 0.0), np.where(same, 0.0, total)
+    def most_within(self, c: Costs, room: Floats) -> Floats:
+        """Column x path: most layers of a path's own rank within ``room`` seconds."""
+        weights = _weights(c)
+        round_ = np.maximum(weights @ self.own, 1e-30)
+        each = np.floor(room / round_ + ROUNDING)
+        left, best = room - each * round_ + ROUNDING * round_, np.zeros(room.shape)
+        for more in self.more:
+            rest = np.zeros(room.shape)
+            for number in range(1, self.vpp):
+                rest += weights @ more[:, :, number] <= left
+            best = np.maximum(best, rest)
+        out: Floats = each * self.vpp + best
+        return out
+
+
+def _weights(c: Costs) -> Floats:
+    """Column x coefficient of ``_Table.own``: its seconds."""
+    return np.stack([c.f, c.b, c.w, -c.hidden[:, 0], -c.hidden[:, 1], c.start, c.end_own, c.end], axis=1)
+
+
+def _partial(steps: Floats) -> Floats:
+    """Sums of the first 0, 1, ... of the last axis, all of them left out."""
+    out = np.zeros(steps.shape)
+    out[..., 1:] = np.cumsum(steps[..., :-1], axis=-1)
+    return out
+
+
+def _by_rank(three: Floats, mine: Bools, deals: Sequence[Ints]) -> tuple[Floats, Floats]:
+    """(f, b, w) coefficients of chunks as path x rank of a layer in each, and as path x (rank, number) of those that do not divide, in the
+    way that adds least."""
+    more = np.min([_partial(three[:, :, way])[..., 1:] for way in deals], axis=0)
+    return three @ mine.T.astype(float), more.reshape(*three.shape[:2], -1)
 
 
 def _leading(three: Floats, rank: Ints, leading: int) -> tuple[Floats, Floats]:
