@@ -1,44 +1,36 @@
 """One column with several chunks a rank, exactly: every way to deal layers to ranks that may beat the answer, and the paths that decide.
 
-What ranks can hold within the time of the answer (``planner.shapes``) leaves few loads: a number of layers for every chunk, those of a rank
-within one of each other. All of them are kept, and for each the longest of the kept paths is known: its own layers' seconds, its ranks'
-gradient reduction and optimizer, and the recompute that memory makes necessary, first by a bound (``planner.memory_recompute``), then, for the
-load whose longest path is least, exactly (``planner.least_recompute``). That load is simulated; its critical path is a new cut for all. When
-the least bound meets the best answer, the column is solved. Where there are too many loads, a rank's chunks are left open.
+The rows that no kept path makes too long are few (``planner.load_rows``): a number of layers for every chunk. All of them are kept, and for
+each the longest of the kept paths is known: its own layers' seconds, its ranks' gradient reduction and optimizer, and the recompute that memory
+makes necessary, first by a bound (``planner.recompute_tables``), then, for the row whose longest path is least, exactly
+(``planner.least_recompute``). That row is simulated; its critical path is a new cut for all. When the least bound meets the best answer, the
+column is solved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.chunks import rank_update
 from cost_models.dependencies import graph
 from cost_models.pipeline import Path
 from planner.columns import Column, Mix
-from planner.dealing import dealt, ways
 from planner.fitting import Fitting, Policy
-from planner.heuristic import spread
 from planner.least_recompute import least_recompute, menu
-from planner.memory_recompute import plain, recompute_bound, some_spans
+from planner.load_rows import Option, Rows, ends, simulated
 from planner.program import Answer, Block, Pattern, Program
+from planner.recompute_tables import NEVER
 from planner.shapes import Costs, Shape
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Span = tuple[int, int]
 RUN = 10_000_000
 """Actions of all loads run at once at most."""
-MOST = 30_000
-"""Loads kept at most."""
 HIDES = 1.0
 """Times a path takes a rank's backward from which on more recompute there costs more than the reduction that it hides."""
-NEVER = 1e12
-"""Seconds of what does not fit."""
 TRIES, NODES = 16, 2_000
 """Times one load is simulated at most, recompute laid anew in its chunks for the paths that were longest; nodes of
 its program."""
@@ -48,20 +40,6 @@ MANY, SOME = 200, 12
 """Options of a column beyond which only some loads are simulated."""
 PROGRAMS, STALLED, EXACT = 2, 3, 1e-4
 """Loads of a column whose recompute the program lays at most, after so many simulations in a row that say nothing new; to what gap."""
-
-
-@dataclass
-class Option:
-    """Layers that a rank may hold: ``spans`` of its chunks (in the order of ``Fitting.held``; empty: as even as can be, in the way that is
-    best for each path); ``again``: least seconds of recompute of a microbatch, ``start``, ``end`` what its rank adds to a path that begins
-    or ends there; ``exact``: whether these are those of the best mixes."""
-
-    layers: int
-    spans: tuple[Span, ...] = ()
-    again: float = 0.0
-    start: float = 0.0
-    end: float = 0.0
-    exact: bool = False
 
 
 def best_loads(
@@ -75,10 +53,9 @@ def best_loads(
     rounds: int,
     *,
     prove: bool = False,
-) -> tuple[Answer | None, float] | None:
-    """(the best answer, the least seconds of any step of the column); None where there are more loads than are kept. ``costs`` of the one
-    column; ``limit``: steps at or beyond it are of no interest; ``rounds``: loads simulated at most; ``prove``: the integer program closes
-    what paths leave open."""
+) -> tuple[Answer | None, float]:
+    """(the best answer, the least seconds of any step of the column). ``costs`` of the one column; ``limit``: steps at or beyond it are of no
+    interest; ``rounds``: loads simulated at most; ``prove``: the integer program closes what paths leave open."""
     layers, step = column.layers, column.step
     top = limit / column.slowing - column.job.execution.step_overhead_seconds
     good, low, high = shape.settle(costs, np.array([top]), layers, memory=True)
@@ -88,25 +65,26 @@ def best_loads(
         low, high = np.full_like(low, each), np.full_like(high, each)
     if not good[0]:
         return None, limit
-    options, rows = _options(column, fitting, low[0].astype(np.int64), high[0].astype(np.int64), top)
-    if rows is None:
-        return None
+    choices = Rows(column, fitting, policies, shape, costs, low[0].astype(np.int64), high[0].astype(np.int64))
+    rows, beyond, best = choices.few(top, gap)
+    if np.isfinite(beyond) or not len(rows):
+        return best, min(float(step(beyond)), best.seconds if best else limit, limit)
+    options, rows = _placed(column, fitting, choices, rows, top)
     if not len(rows):
-        return None, limit
+        return best, min(best.seconds if best else limit, limit)
     loads = _Loads(column, fitting, policies, shape, costs, options, rows)
     rounds, programs = rounds if sum(map(len, options)) <= MANY else min(rounds, SOME), PROGRAMS if prove else 0
-    best: Answer | None = None
     tries, stalled = np.zeros((2, len(rows)), np.int64)
     while rounds:
-        bar = best.seconds if best else limit
+        bar = min(best.seconds, limit) if best else limit
         i = loads.least(bar * (1 - gap), tries < TRIES)
         if i is None:
             break
         rounds -= 1
-        answer = loads.tried(i, bool(tries[i]))
-        tries[i] += 1 if loads.laid else TRIES // 2
+        answer = loads.tried(i)
+        tries[i] += 1
         if answer is None:
-            tries[i] = TRIES if loads.laid else tries[i]
+            tries[i] = TRIES
             continue
         one, path = answer
         if best is None or one.seconds < best.seconds:
@@ -115,38 +93,20 @@ def best_loads(
         if not loads.learn(i, path):
             tries[i] = TRIES
         stalled[i] = 0 if loads.bounds[i] > before else stalled[i] + 1
-        if programs and loads.laid and (stalled[i] >= STALLED or tries[i] >= TRIES):
+        if programs and (stalled[i] >= STALLED or tries[i] >= TRIES):
             tries[i], programs = TRIES, programs - 1
             exact = loads.solved(i, min(bar, best.seconds))
             best = best if exact is None or exact.seconds >= best.seconds else exact
-    least = float(step(loads.bounds.min())) if len(rows) else limit
-    return best, min(least, limit)
+    return best, min(float(step(loads.bounds.min())), best.seconds if best else limit, limit)
 
 
-def _options(column: Column, fitting: Fitting, low: Ints, high: Ints, top: float) -> tuple[list[list[Option]], Ints | None]:
-    """(what each rank may hold, rows of one choice a rank that hold all layers): every way to lay the chunks where those are few enough, else
-    every load; no rows where there are more than ``MOST`` of either."""
-    layers, vpp = column.layers, column.layout.vpp
-    ranges = [range(least, most + 1) for least, most in zip(low.tolist(), high.tolist(), strict=True)]
-    tail = fitting.layout.rank_of_chunk(column.chunks - 1)
-    sizes = [[way for n in some for way in ways(n, vpp, tail=rank == tail)] for rank, some in enumerate(ranges)]
-    if sum(map(len, sizes)) <= MOST:
-        rows = _choices([np.array([sum(way) for way in some]) for some in sizes], layers)
-        if rows is not None:
-            return _placed(column, fitting, sizes, rows, top)
-    rows = _choices([np.array(some) for some in ranges], layers)
-    return [[Option(n) for n in some] for some in ranges], rows
-
-
-def _placed(
-    column: Column, fitting: Fitting, ways: Sequence[Sequence[tuple[int, ...]]], rows: Ints, top: float
-) -> tuple[list[list[Option]], Ints]:
-    """Options and rows where all chunks' sizes are known, those left out that take ``top`` seconds of pipeline without any recompute: an
-    option has the kinds of its chunks' layers, wherever they stand."""
+def _placed(column: Column, fitting: Fitting, choices: Rows, rows: Ints, top: float) -> tuple[list[list[Option]], Ints]:
+    """Options and rows where every chunk's layers stand in their place, those left out that take ``top`` seconds of pipeline without any
+    recompute: an option has the kinds of its chunks' layers, wherever they stand."""
     chunks, pp = fitting.layout.chunks, fitting.layout.pp
     sizes = np.zeros((len(rows), chunks), np.int64)
     for rank in range(pp):
-        sizes[:, list(fitting.held(rank))] = np.array(ways[rank]).reshape(len(ways[rank]), -1)[rows[:, rank]]
+        sizes[:, list(fitting.held(rank))] = choices.sizes[rank][rows[:, rank]]
     stops = np.cumsum(sizes, axis=1)
     counts = fitting.prefix[stops] - fitting.prefix[stops - sizes]
     quick = np.flatnonzero(_plain_seconds(column, counts) < top)
@@ -157,8 +117,7 @@ def _placed(
         _, first, inverse = np.unique(
             counts[:, held].reshape(len(rows), len(held) * counts.shape[2]), axis=0, return_index=True, return_inverse=True
         )
-        spans = [tuple((int(stops[i, c] - sizes[i, c]), int(stops[i, c])) for c in held) for i in first]
-        options.append([Option(sum(b - a for a, b in some), some) for some in spans])
+        options.append([Option(tuple((int(stops[i, c] - sizes[i, c]), int(stops[i, c])) for c in held)) for i in first])
         out[:, rank] = inverse.reshape(-1)
     return options, out
 
@@ -183,23 +142,6 @@ def _plain_seconds(column: Column, counts: Ints) -> Floats:
     return out
 
 
-def _choices(sizes: Sequence[Ints], layers: int) -> Ints | None:
-    """Rows of one index a rank whose sizes sum to ``layers``; None where there are more than ``MOST``."""
-    if any(not len(s) for s in sizes):
-        return np.zeros((0, len(sizes)), np.int64)
-    low, high = np.array([s.min() for s in sizes]), np.array([s.max() for s in sizes])
-    floor = np.concatenate([np.cumsum(low[::-1])[::-1][1:], [0]])
-    spare = np.concatenate([np.cumsum(high[::-1])[::-1][1:], [0]])
-    rows, left = np.zeros((1, 0), np.int64), np.array([layers])
-    for rank, here in enumerate(sizes):
-        rest = left[:, None] - here[None, :]
-        at, option = np.nonzero((rest >= floor[rank]) & (rest <= spare[rank]))
-        if len(at) > MOST:
-            return None
-        rows, left = np.concatenate([rows[at], option[:, None]], axis=1), rest[at, option]
-    return rows
-
-
 @dataclass
 class _Loads:
     """The loads of a column: ``rows`` of one of each rank's ``options``, and by row the seconds of the longest path known."""
@@ -217,20 +159,14 @@ class _Loads:
 
     def __post_init__(self) -> None:
         self.bounds, self.parts, self.known = np.zeros(len(self.rows)), [], 0
-        self.laid = any(o.spans for some in self.options for o in some)
         self.weighed: dict[tuple[int, int, int], tuple[float, list[Mix] | None]] = {}
         self.critical: dict[int, tuple[int, int]] = {}
         """By row: how many paths were longest, and which row of the paths is their mean."""
-        tables = self.shape.again(self.costs, self.column.layers) if self.laid else []
+        tables = self.shape.again(self.costs, self.column.layers)
         for rank, some in enumerate(self.options):
             for option in some:
-                if option.spans:
-                    option.again = self._at_least(tables, rank, option)
-                else:
-                    option.again = recompute_bound(self.column, self.fitting, self.shape, self.costs, rank, option.layers)
-                    option.exact = True
-                spans = option.spans or some_spans(self.column, self.fitting.held(rank), option.layers)
-                option.start, option.end = self._ends(rank, spans, option.again)
+                option.again = self._at_least(tables, rank, option)
+                option.start, option.end = ends(self.column, self.fitting, rank, option.spans, option.again)
         self.lengthen()
 
     def _at_least(self, tables: list[Floats], rank: int, option: Option) -> float:
@@ -260,19 +196,11 @@ class _Loads:
                 return i
         return None
 
-    def _make_exact(self, rank: int, option: Option) -> None:
-        if option.exact:
-            return
-        least = min(least_recompute(self.fitting, p, rank, option.spans)[0] for p in self.policies)
-        base = sum(float(np.dot(self.fitting.counts(*s), self.column.units.least[:, 1])) for s in option.spans)
-        option.again, option.exact = max(option.again, least - base), True
-        option.start, option.end = self._ends(rank, option.spans, option.again)
-
     def _refine(self, rank: int, option: Option) -> None:
         """Make the recompute of an option exact, and lengthen the rows that have it."""
         old = replace(option)
         at = np.flatnonzero(self.rows[:, rank] == next(i for i, o in enumerate(self.options[rank]) if o is option))
-        self._make_exact(rank, option)
+        option.make_exact(self.column, self.fitting, self.policies, rank)
         more = np.diff(self._of_rank(rank, [old, option], slice(0, self.known)), axis=1)
         start = 0
         for part in self.parts:
@@ -286,7 +214,7 @@ class _Loads:
         paths = self.shape.paths
         new = paths.add(path)
         number, before = self.critical.get(row, (0, paths.place(path)))
-        mean = _mean_path(paths.rows[before], path, number / (number + 1)) if self.laid else None
+        mean = _mean_path(paths.rows[before], path, number / (number + 1))
         if mean is not None:
             new = paths.add(mean) or new
         at = paths.place(path if mean is None else mean)
@@ -299,7 +227,7 @@ class _Loads:
         any was."""
         new = False
         backward = self.shape.paths.matrices[1][path]
-        for rank, option in enumerate(self.chosen(row) if self.laid else []):
+        for rank, option in enumerate(self.chosen(row)):
             weights = backward[list(self.fitting.held(rank))]
             place = int(self.rows[row, rank])
             if option.again == 0 or option.again >= NEVER or (rank, place, path) in self.weighed or not weights.any():
@@ -324,12 +252,9 @@ class _Loads:
                 return
             path -= len(part)
 
-    def tried(self, row: int, late: bool) -> tuple[Answer, Path] | None:
+    def tried(self, row: int) -> tuple[Answer, Path] | None:
         """An answer with a row's loads, and its critical path."""
         column, fitting, chosen = self.column, self.fitting, self.chosen(row)
-        if not self.laid:
-            stages = dealt(column.paths.ranks, [o.layers for o in chosen], column.layout.vpp, int(late))
-            return _simulated(column, fitting, self.policies, stages, {})
         of = {c: b - a for rank, o in enumerate(chosen) for c, (a, b) in zip(fitting.held(rank), o.spans, strict=True)}
         mixes: dict[int, list[Mix]] = {}
         if row in self.critical:
@@ -337,7 +262,7 @@ class _Loads:
                 found = self.weighed.get((rank, place, self.critical[row][1]))
                 if found is not None and found[1] is not None:
                     mixes[rank] = found[1]
-        return _simulated(column, fitting, self.policies, tuple(of[c] for c in range(column.chunks)), mixes)
+        return simulated(column, fitting, self.policies, tuple(of[c] for c in range(column.chunks)), mixes)
 
     def lengthen(self) -> None:
         """Measure the rows along the paths that were found since."""
@@ -348,8 +273,6 @@ class _Loads:
         c = self.costs
         fixed = p2p * c.transfer[0] + np.stack([f[:, 0], b[:, 0], w[:, 0]], axis=1) @ c.embedding[0]
         fixed = fixed + np.stack([f[:, -1], b[:, -1], w[:, -1]], axis=1) @ c.head[0]
-        if any(not o.spans for some in self.options for o in some):
-            fixed = fixed - np.stack([f, b, w]).max(axis=0) @ c.credit[0]
         total = np.repeat(fixed[:, None], len(self.rows), axis=1)
         for rank, some in enumerate(self.options):
             total += self._of_rank(rank, some, paths)[:, self.rows[:, rank]]
@@ -360,13 +283,13 @@ class _Loads:
     def _of_rank(self, rank: int, some: Sequence[Option], paths: slice) -> Floats:
         """Path x option: what a rank's layers add to the paths."""
         matrices = self.shape.paths.matrices
-        f, b, w, pf, pb = (x[paths] for x in matrices[:5])
+        f, b, w = (x[paths] for x in matrices[:3])
         first, last = matrices[6][paths], matrices[7][paths]
         if not some:
             return np.zeros((len(f), 0))
         held = list(self.fitting.held(rank))
-        f, b, w, pf, pb = f[:, held], b[:, held], w[:, held], pf[:, held], pb[:, held]
-        value = self._laid(some, f, b, w) if self.laid else self._open(some, f, b, w, pf, pb)
+        f, b, w = f[:, held], b[:, held], w[:, held]
+        value = self._laid(some, f, b, w)
         again, start, end = (np.array([getattr(o, name) for o in some]) for name in ("again", "start", "end"))
         least = b.min(axis=1)
         extra = np.minimum(again, NEVER)
@@ -383,31 +306,6 @@ class _Loads:
         for kind, (one, other, weight) in enumerate(least):
             out += (f * one + b * other + w * weight) @ counts[:, :, kind].T
         return out
-
-    def _open(self, some: Sequence[Option], f: Floats, b: Floats, w: Floats, pf: Floats, pb: Floats) -> Floats:
-        """Work of layers that lie in the rank's chunks as is best for each path."""
-        c = self.costs
-        cost = f * c.f[0] + b * c.b[0] + w * c.w[0] - pf * c.hidden[0, 0] - pb * c.hidden[0, 1]
-        mine = np.sort(cost, axis=1)
-        partial = np.concatenate([np.zeros((len(mine), 1)), np.cumsum(mine, axis=1)], axis=1)
-        each, more = np.divmod(np.array([o.layers for o in some]), f.shape[1])
-        out: Floats = each * partial[:, [-1]] + partial[:, more]
-        return out
-
-    def _ends(self, rank: int, spans: Sequence[Span], extra: float) -> tuple[float, float]:
-        """Seconds before and after the actions of a rank that holds these layers and recomputes for ``extra`` seconds a microbatch."""
-        column, held = self.column, self.fitting.held(rank)
-        if not np.isfinite(extra) or column.job.optimizer == "muon":
-            return 0.0, 0.0
-        lightest, last = int(column.units.b.min(axis=0).argmin()), column.chunks - 1
-        chunks: list[Any] = [None] * column.chunks
-        for chunk, span in zip(held, spans, strict=True):
-            mix = plain(column, self.fitting, span, lightest)
-            chunks[chunk] = column.chunk(mix, first=chunk == 0, last=chunk == last, tail=column.tail_of(mix))
-        one = chunks[held[0]]
-        chunks[held[0]] = replace(one, backward_input=one.backward_input + extra)
-        update = rank_update(column.job, column.layout, chunks, rank)
-        return update.start, update.end
 
     def solved(self, row: int, bar: float) -> Answer | None:
         """A row's recompute by the integer program (``planner.program``), its layers given: its best answer below ``bar`` seconds."""
@@ -439,23 +337,3 @@ def _mean_path(one: Path, other: Path, share: float) -> Path | None:
         return None
     names = [f.name for f in fields(Path) if f.name not in ("first", "last")]
     return replace(one, **{name: share * getattr(one, name) + (1 - share) * getattr(other, name) for name in names})
-
-
-def _simulated(
-    column: Column, fitting: Fitting, policies: Sequence[Policy], stages: tuple[int, ...], laid: dict[int, list[Mix]]
-) -> tuple[Answer, Path] | None:
-    """The fastest answer with these stages, and its critical path; ``laid``: mixes of ranks' chunks where they are chosen already."""
-    best: tuple[Answer, Path] | None = None
-    for policy in policies:
-        mixes = spread(column, fitting, stages, policy)
-        if mixes is None:
-            continue
-        if policy.free:
-            for rank, some in laid.items():
-                for chunk, mix in zip(fitting.held(rank), some, strict=True):
-                    mixes[chunk] = mix
-        timeline = column.simulate(mixes)
-        seconds = column.step(timeline.seconds)
-        if best is None or seconds < best[0].seconds:
-            best = Answer(seconds, stages, tuple(mixes), column, 0.0), timeline.path
-    return best

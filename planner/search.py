@@ -371,12 +371,11 @@ class Search:
             rounds = LOADS if self.prove else LOADS // 8
             shape, some = self.cores.shape(one.key), self.policies(batch, row.prefix)
             found = best_loads(column, fitting, some, shape, exact, self.fastest, PROVED, rounds, prove=self.prove)
-            if found is not None:
-                self._keep(found[0], row.prefix, batch, shard)
-                bound = max(bound, found[1])
-                if bound < self.fastest * (1 - gap):  # the paths that were found bound it better
-                    again = self.cores.bound(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))
-                    bound = max(bound, float(self.step(again)))
+            self._keep(found[0], row.prefix, batch, shard)
+            bound = max(bound, found[1])
+            if bound < self.fastest * (1 - gap):  # the paths that were found bound it better
+                again = self.cores.bound(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))
+                bound = max(bound, float(self.step(again)))
             self._solved[mark] = bound
             if bound < before + VAIN * (self.fastest - before):
                 self._vain.add(one.key)
