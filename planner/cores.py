@@ -314,7 +314,7 @@ class Cores:
             }  # fmt: skip
         share = main.totals / main.layers
         mean_kept = np.repeat((kept.min(axis=2) @ share)[:, None], kept.shape[2], axis=1)
-        most = max(float(group.alive.max()) for group in flying.groups)
+        most = max(float(group.alive.max()) for moment in flying.moments for group in moment)
         apart = np.abs(state - (state @ share)[:, None]) + most * np.abs(kept.min(axis=2) - mean_kept[:, :1])
         lighter = np.repeat((apart @ main.totals)[:, None], pp, axis=1)
         return {
@@ -359,7 +359,7 @@ class Cores:
         main = self.main.kind
         assert main is not None
         pattern = np.array(self.main.pattern)
-        groups = self.shape(key).flying.groups
+        groups = [group for moment in self.shape(key).flying.moments for group in moment]
         alive, waiting = (np.max(x, axis=0) for x in zip(*((g.alive, g.waiting) for g in groups), strict=True))
         others = [k for k in range(state.shape[1]) if k != main]
         for chunk in range(chunks):

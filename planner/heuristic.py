@@ -10,6 +10,9 @@ from planner.fitting import Fitting, Policy
 from planner.least_recompute import least_recompute
 from planner.program import Answer
 
+LIGHTER = 1e-3
+"""Layers by which the first and the last rank count as fuller where nothing else decides: what does not divide is missing there first."""
+
 
 def quick(column: Column, fitting: Fitting, policies: Sequence[Policy]) -> Answer | None:
     """The best of a few splits; None where none of them fits."""
@@ -38,7 +41,7 @@ def splits(column: Column) -> list[tuple[int, ...]]:
     pp, vpp = column.layout.pp, column.layout.vpp
     ranks = column.paths.ranks
     out = []
-    for a, b in ((first, last), (0.0, 0.0)):
+    for a, b in ((first, last), (LIGHTER, LIGHTER)):
         if vpp == 1:
             ways = [balanced(layers, chunks, a, b)]
         else:

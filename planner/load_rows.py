@@ -61,6 +61,17 @@ class Option:
         self.start, self.end = ends(column, fitting, rank, self.spans, self.again)
 
 
+def somewhere(column: Column, held: Sequence[int], sizes: Sequence[int]) -> tuple[Span, ...]:
+    """Spans of a rank's chunks of these sizes, somewhere in the model."""
+    out, at = [], 0
+    for place, (chunk, size) in enumerate(zip(held, sizes, strict=True)):
+        ahead = max(at, min(chunk, column.layers - sum(sizes[place:])))
+        at = 0 if chunk == 0 else column.layers - size if chunk == column.chunks - 1 else ahead
+        out.append((at, at + size))
+        at += size
+    return tuple(out)
+
+
 def ends(column: Column, fitting: Fitting, rank: int, spans: Sequence[Span], extra: float) -> tuple[float, float]:
     """Seconds before and after the actions of a rank that holds these layers and recomputes for ``extra`` seconds a microbatch."""
     held = fitting.held(rank)
@@ -120,29 +131,13 @@ class Rows:
         for rank, (low, high) in enumerate(zip(self.low.tolist(), self.high.tolist(), strict=True)):
             dealt = [way for n in range(low, high + 1) for way in ways(n, vpp, tail=rank == tail)]
             held = self.fitting.held(rank)
-            made = [Option(self._somewhere(held, way)) for way in dealt]
+            made = [Option(somewhere(self.column, held, way)) for way in dealt]
             least = np.min([table[0, rank] for some, table in enumerate(tables) if not some or rank + some <= leading], axis=0)
             for option in made:
                 option.again = float(least[option.layers - 1]) if option.layers <= len(least) else 0.0
             self.options.append(made)
             self.sizes.append(np.array(dealt, np.int64).reshape(len(dealt), vpp))
         self.alike = len(set(self.column.job.model.pattern)) == 1
-
-    def _somewhere(self, held: Sequence[int], sizes: Sequence[int]) -> tuple[Span, ...]:
-        """Spans of such chunks, somewhere in the model."""
-        column, out, at = self.column, [], 0
-        for place, (chunk, size) in enumerate(zip(held, sizes, strict=True)):
-            rest = sum(sizes[place:])
-            at = (
-                0
-                if chunk == 0
-                else column.layers - size
-                if chunk == column.chunks - 1
-                else max(at, min(chunk, column.layers - rest))
-            )
-            out.append((at, at + size))
-            at += size
-        return tuple(out)
 
     def few(self, top: float, gap: float) -> tuple[Ints, float, Answer | None]:
         """(rows that may take less than ``top`` seconds of pipeline, what others may take at least: inf where all are there, the best answer

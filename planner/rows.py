@@ -210,13 +210,13 @@ class Rows(Sequence[Row]):
 def idle(batch: Batch, pp: int, layers: int) -> float:
     """About the idle share of a schedule, layers that do not divide over its chunks counted, to try likely ones first."""
     ideal = (pp - 1) / batch.microbatches
+    rank = -(-layers // pp)
     bubble = {
-        "interleaved": ideal / batch.vpp,
+        "interleaved": ideal * -(-layers // (pp * batch.vpp)) / rank,
         "zb-h1": ideal / 3,
         "zb-v": ideal / 5,
         "dualpipe-v": ideal / 4,
         "dualpipe": ideal / 4,
     }.get(batch.schedule, ideal)
-    chunks = pp * batch.vpp
-    rounded = -(-layers // chunks) * chunks / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
+    rounded = rank * pp / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
     return (1 + bubble) * rounded - 1

@@ -56,8 +56,8 @@ STEPS, CROWD = 6, 60
 """Entries opened after a shape, where that many wait: a better answer then leaves fewer."""
 CLOSE = 0.95
 """Share of the first answer's seconds above which no further family is asked for one."""
-LIKELY, FIRST = 8, 16
-"""Rows that look fastest, bounded and answered before the rest; entries opened for them."""
+SCHEDULES = 3
+"""Schedules of a row that looks fast answered before the rest is bounded."""
 
 
 @dataclass
@@ -140,9 +140,11 @@ class Search:
         return policies(self.space.limits.recompute, self.modes, longest)
 
     def try_row(self, row: Row, most: int = 2, spare: int = 1) -> bool:
-        """Quick answers of a row's most promising columns: of ``most`` batches that fit, ``spare`` that do not passed over; whether one
+        """Quick answers of a row's most promising columns: of ``most`` schedules that fit, ``spare`` that do not passed over; whether one
         fits."""
-        ranked = sorted(row.batches, key=lambda b: (idle(b, row.prefix.pp, self.job.model.num_layers), b.vpp))
+        layers, pp = self.job.model.num_layers, row.prefix.pp
+        best = {b.schedule: b for b in sorted(row.batches, key=lambda b: (-idle(b, pp, layers), -b.vpp))}
+        ranked = sorted(best.values(), key=lambda b: idle(b, pp, layers))
         fitted = 0
         for place, batch in enumerate(ranked):
             if fitted == most or place - fitted > spare:
@@ -205,32 +207,11 @@ class Search:
         gap = PROVED if self.prove or self.books.legal <= SMALL else QUICK
         effort = EFFORT_TO_PROVE if self.prove else EFFORT
         queue = Queue(gap)
-        self._likely_cores(queue, left)
         self._shapes(queue, Cores(self.rows, left[self.least[left] < self.fastest], self.store), effort)
         while self._work(queue, effort, 1):
             pass
         for bound, level, _, item in queue.heap:
             self._leave(bound, 1 if level else len(self._members(item)), bound >= self.fastest * (1 - queue.gap))
-
-    def _likely_cores(self, queue: Queue, left: npt.NDArray[np.int64]) -> None:
-        """A few cores that look fastest, of different families of degrees, bounded and answered for a first idea."""
-        hopes = self._hopes(self.least)
-        seen: set[tuple[int, ...]] = set()
-        chosen: dict[Key, list[int]] = {}
-        for i in left[np.lexsort((left, hopes[left]))]:
-            if len(seen) == LIKELY or hopes[i] >= self.fastest:
-                break
-            row = self.rows[int(i)]
-            degrees = (*family(row.prefix, None), row.micro_batch)
-            if degrees in seen:
-                continue
-            seen.add(degrees)
-            for batch in sorted(row.batches, key=lambda b: (idle(b, row.prefix.pp, self.job.model.num_layers), b.vpp))[:2]:
-                chosen.setdefault((batch.schedule, row.prefix.pp, batch.vpp, batch.microbatches), []).append(int(i))
-        cores = Cores(self.rows, left[:0], self.store)
-        cores.by = {key: np.array(sorted(rows)) for key, rows in chosen.items()}
-        first = Queue(QUICK, answers=True)
-        self._shapes(first, cores, FIRST)
 
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows shape by shape, and work on what they add to the queue."""
@@ -245,10 +226,22 @@ class Search:
                 break
             self._tell(0.5 * place / len(waiting))
             rows = cores.by[key]
-            for bound, one in cores.within(key, rows[self.least[rows] < self.fastest], self.pipeline(self.fastest)):
+            some = cores.within(key, rows[self.least[rows] < self.fastest], self.pipeline(self.fastest))
+            for bound, one in some:
                 queue.add(float(self.step(bound)), 0, one)
-            if len(queue) > CROWD or queue.answers:
+            self._try_likeliest(some)
+            if len(queue) > CROWD:
                 self._work(queue, effort, STEPS)
+
+    def _try_likeliest(self, some: Sequence[tuple[float, Class]]) -> None:
+        """A quick answer of the class with the least bound, where that is well below the best answer: behind a better one more is cut."""
+        bound, one = min(some, key=lambda x: x[0], default=(float("inf"), None))
+        if one is None or self.step(bound) >= (1 - QUICK) * self.fastest:
+            return
+        row, batch = self.rows[one.row], self._batch(one)
+        shard = self._members(one)[0]
+        column, fitting = self.column(row.prefix, batch, shard)
+        self._keep(quick(column, fitting, self.policies(batch, row.prefix)), row.prefix, batch, shard)
 
     def _work(self, queue: Queue, effort: int, steps: int) -> bool:
         """Open up to ``steps`` entries, the least bound first, while one may beat the answer by more than the gap; whether one was."""
@@ -260,8 +253,6 @@ class Search:
             bound, level, item = queue.pop()
             self._patience -= 1
             self._tell(0.5 + 0.5 * queue.opened / effort if queue.opened > effort // 2 else 0.0)
-            if level == 2 and queue.answers:
-                continue
             if level == 2:
                 one, shard, exact = item
                 self._solve_one(bound, one, shard, exact, queue.gap)
@@ -318,7 +309,7 @@ class Search:
             degrees = family(self.rows.prefixes[self.rows.at[i]], None)
             if degrees not in seen:
                 seen.add(degrees)
-                self.try_row(self.rows[int(i)], 1)
+                self.try_row(self.rows[int(i)], SCHEDULES)
 
     def _tell(self, share: float) -> None:
         """Progress, which never goes back."""

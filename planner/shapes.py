@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_models.communication import INTERFERENCE
-from cost_models.layout import V_SHAPED
+from cost_models.layout import SPLIT_BACKWARD, V_SHAPED
 from cost_models.schedules import KINDS, order_rows, period
 from cost_models.update import USABLE
 from planner.columns import Paths
@@ -33,6 +33,8 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 ROUNDING = 1e-9
 """Layers by which a capacity may miss a whole number through rounding."""
+WAITING = (1.0, 8.0, 1e3)
+"""Times a microbatch alive that one waiting for its weight gradient weighs in the moments that are looked at."""
 HIDDEN = USABLE * (1 - INTERFERENCE)
 """Seconds of a rank's gradient reduction that a second more of its backward hides at most."""
 ROUNDS = 6
@@ -94,21 +96,18 @@ class Costs:
         return b"".join(np.ascontiguousarray(getattr(self, name)).tobytes() for name in self.__dataclass_fields__)
 
 
+Moment = tuple[Group, ...]
+"""What ranks have in flight at a full moment of theirs: chunks alike, the two of a V-shaped schedule's rank apart, else all of them, with what
+the least of them has alive at least (in the mean of moments that makes this most)."""
+
+
 @dataclass(frozen=True)
 class Flying:
-    """By rank, at its moment with most in flight: microbatches ``alive`` and ``waiting`` for their weight gradient, in the
-    mean over its
-    chunks; what an imbalance of its chunks may take off each, in layers; microbatches alive of the last chunk where the rank
-    holds it."""
+    """``moments`` at which a rank may be fullest: with most microbatches in flight; where backward is split, with most of them waiting for
+    their weight gradient, which keep more. ``tail``: microbatches alive of the model's last chunk at the emptiest of them, by rank."""
 
-    alive: Floats
-    alive_off: Floats
-    waiting: Floats
-    waiting_off: Floats
+    moments: tuple[Moment, ...]
     tail: Floats
-    groups: tuple[Group, ...]
-    """Chunks alike: the two of a V-shaped schedule's rank apart, else all of them, with what the least of them has alive at least (in the
-    mean of moments that makes this most)."""
 
 
 class Shape:
@@ -153,9 +152,10 @@ class Shape:
         shift = period(schedule, pp, vpp, m)
         if shift:
             m = min(m, (4 * pp // shift + 3) * shift + m % shift)
-        folded = schedule in V_SHAPED
-        groups = tuple(Group(np.zeros(pp), np.zeros(pp)) for _ in range(2 if folded else 1))
-        out = Flying(np.zeros(pp), np.zeros(pp), np.zeros(pp), np.zeros(pp), np.zeros(pp), groups)
+        number = 2 if schedule in V_SHAPED else 1
+        weights = WAITING if schedule in SPLIT_BACKWARD else WAITING[:1]
+        moments = tuple(tuple(Group(np.zeros(pp), np.zeros(pp)) for _ in range(number)) for _ in weights)
+        tail = np.zeros(pp)
         forward, split, weight = KINDS.index("F"), KINDS.index("B"), KINDS.index("W")
         for rank, rows in enumerate(order_rows(schedule, pp, vpp, m)):
             kind, chunks = rows[:, 0], np.flatnonzero(self.mine[rank])
@@ -163,22 +163,21 @@ class Shape:
             starts, waits, done = kind == forward, kind == split, kind == weight
             alive = np.cumsum(mine * (starts.astype(int) - ~(starts | done))[:, None], axis=0)
             waiting = np.cumsum(mine * (waits.astype(int) - done)[:, None], axis=0)
-            best = (alive + waiting).sum(axis=1).argmax()
-            here, held = alive[best].astype(float), waiting[best].astype(float)
-            if rank == self.ranks[0]:  # what waits of the first chunk is what its layers keep, whatever that is
-                held = np.zeros(len(chunks))
-            for mean, off, some in ((out.alive, out.alive_off, here), (out.waiting, out.waiting_off, held)):
-                mean[rank] = some.mean()
-                off[rank] = 0.5 * np.abs(some - some.mean()).sum()
-            if folded:
-                for group, chunk_alive, chunk_held in zip(groups, here, held, strict=True):
+            last = chunks == self.chunks - 1
+            least = np.inf
+            for moment, heavier in zip(moments, weights, strict=True):
+                at = (alive + heavier * waiting).sum(axis=1).argmax()
+                here, held = alive[at].astype(float), waiting[at].astype(float)
+                if number == 1 and len(chunks) > 1:
+                    here, held = np.full(len(chunks), _evenest(alive).min()), np.zeros(len(chunks))
+                if rank == self.ranks[0]:  # what waits of the first chunk is what its layers keep, whatever that is
+                    held = np.zeros(len(chunks))
+                for group, chunk_alive, chunk_held in zip(moment, here, held, strict=False):
                     group.alive[rank], group.waiting[rank] = chunk_alive, chunk_held
-            else:
-                here = here if len(chunks) == 1 else _evenest(alive)
-                groups[0].alive[rank], groups[0].waiting[rank] = here.min(), held[0] if len(chunks) == 1 else 0.0
-            if self.chunks - 1 in chunks:
-                out.tail[rank] = here[chunks.tolist().index(self.chunks - 1)]
-        return out
+                if last.any():
+                    least = min(least, float(here[last][0]))
+            tail[rank] = least if last.any() else 0.0
+        return Flying(moments, tail)
 
     def ranks_hold(self, c: Costs, budget: Floats, layers: int) -> Bools:
         """Whether ranks that have ``budget`` seconds (column x rank) for their layers' work on one microbatch, and their
@@ -201,7 +200,8 @@ class Shape:
         first = c.ahead_bytes[:, 0], c.ahead_bytes[:, 1], c.ahead_bytes[:, 2]
         bytes_ = Bytes(c.state, c.kept, c.again, c.waits, c.room + c.lighter, c.spare, first)
         find = partial(least_again_in_whole_layers, tried=mean + 2) if mark else least_again
-        out = [find(bytes_, self.flying.groups, top, leading) for leading in range(self.leading + 1)]
+        moments = self.flying.moments
+        out = [np.max([find(bytes_, moment, top, some) for moment in moments], axis=0) for some in range(self.leading + 1)]
         if mark:
             self._again = {mark: out}
         return out
