@@ -216,14 +216,14 @@ class Search:
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows shape by shape, and work on what they add to the queue."""
         self.cores = cores
-        waiting = sorted((float(self.least[rows].min()), key) for key, rows in cores.by.items())
-        for place, (least, key) in enumerate(waiting):
+        waiting = sorted((self._hope_of(key, float(self.least[rows].min())), key) for key, rows in cores.by.items())
+        for place, (_, key) in enumerate(waiting):
+            least = float(self.least[cores.by[key]].min())
             if least >= self.fastest:
-                break
+                continue
             if self._enough(least):
-                for low, other in waiting[place:]:
-                    self._leave(low, sum(self._columns(int(i), other) for i in cores.by[other]), low >= self.fastest)
-                break
+                self._leave(least, sum(self._columns(int(i), key) for i in cores.by[key]), cut=False)
+                continue
             self._tell(0.5 * place / len(waiting))
             rows = cores.by[key]
             some = cores.within(key, rows[self.least[rows] < self.fastest], self.pipeline(self.fastest))
@@ -233,13 +233,18 @@ class Search:
             if len(queue) > CROWD:
                 self._work(queue, effort, STEPS)
 
+    def _hope_of(self, key: Key, least: float) -> float:
+        """About how long the best core of a shape takes."""
+        schedule, pp, vpp, m = key
+        return least * (1 + idle(Batch(0, schedule, vpp, m), pp, self.job.model.num_layers))
+
     def _try_likeliest(self, some: Sequence[tuple[float, Class]]) -> None:
         """A quick answer of the class with the least bound, where that is well below the best answer: behind a better one more is cut."""
         bound, one = min(some, key=lambda x: x[0], default=(float("inf"), None))
-        if one is None or self.step(bound) >= (1 - QUICK) * self.fastest:
+        shards = self._members(one) if one is not None and self.step(bound) < (1 - QUICK) * self.fastest else []
+        if one is None or not shards:
             return
-        row, batch = self.rows[one.row], self._batch(one)
-        shard = self._members(one)[0]
+        row, batch, shard = self.rows[one.row], self._batch(one), shards[0]
         column, fitting = self.column(row.prefix, batch, shard)
         self._keep(quick(column, fitting, self.policies(batch, row.prefix)), row.prefix, batch, shard)
 
