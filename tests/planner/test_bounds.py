@@ -63,6 +63,22 @@ def test_passes_by_arrays_are_those_of_the_estimate(name: str) -> None:
         assert many.embedding[0] == pytest.approx(one.embedding, rel=1e-9)
 
 
+def test_prediction_modules_take_no_less_than_their_bound_under_any_dispatcher() -> None:
+    j = made("dense layers first in megatron")
+    search, cores = cores_of(j)
+    rows, quickest = search.rows, set()
+    for i in random.Random(1).sample(range(len(rows)), 20):
+        row, ways = rows[i], {}
+        for dispatcher in search.space.limits.dispatchers:
+            shard = Shard(1, row.prefix.dp, 1, "tp-cp-dp-pp", dispatcher)
+            one = units(j, search.space.layout(row.prefix, row.batches[0], shard), search.modes)
+            ways[dispatcher] = sum(one.least_head)
+        least = min(ways, key=ways.__getitem__)
+        quickest.add(least)
+        assert cores.passes(np.array([i])).head.sum() <= ways[least] * (1 + 1e-9)
+    assert len(quickest) > 1
+
+
 def uneven(rng: random.Random, layers: int, schedule: str, pp: int, vpp: int) -> tuple[int, ...] | None:
     """A split of the declared space: loads near even, the chunks of a rank within one layer."""
     chunks = pp * vpp
