@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
+import test_layouts as layouts
 
 from planner.runtime.optimizer import Schedule
 
@@ -15,14 +17,32 @@ LAYOUTS = [
     (4, "pp=2,dp=2,zero=1,schedule=zb-h1", "gpt"), (4, "tp=2,dp=2,ep=4", "moe"), (2, "pp=2,schedule=dualpipe-v", "mla-lite"),
     (4, "dp=4,ep=2,zero=3", "moe-v3"),
 ]  # fmt: skip
-CASES = [pytest.param(*case, marks=[] if number % 3 == 0 else pytest.mark.slow) for number, case in enumerate(LAYOUTS)]
+MATRIX = [*layouts.DENSE[::2], *layouts.CONTEXT[::2], *layouts.EXPERTS[::2], *layouts.LATENT, *layouts.EIGHT]
+EVERYWHERE = [case for case in MATRIX if case not in LAYOUTS]
+"""Of the layouts whose gradients are compared: half of those of one kind of model, all that mix many axes."""
+CASES = [
+    *(pytest.param(*case, marks=[] if number % 3 == 0 else pytest.mark.slow) for number, case in enumerate(LAYOUTS)),
+    *(pytest.param(*case, marks=pytest.mark.verify) for case in EVERYWHERE),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(processes: Callable[..., list[Any]]) -> Callable[[str], list[Any]]:
+    """(loss, gradient norm) of twenty steps of one process, made once a model."""
+
+    @cache
+    def of(model: str) -> list[Any]:
+        steps: list[Any] = processes(1, "losses", layout="micro_batch=8", steps=20, model=model)[0]
+        return steps
+
+    return of
 
 
 @pytest.mark.parametrize(("world", "layout", "model"), CASES)
 def test_twenty_steps_give_the_losses_of_one_process(
-    processes: Callable[..., list[Any]], world: int, layout: str, model: str
+    processes: Callable[..., list[Any]], alone: Callable[[str], list[Any]], world: int, layout: str, model: str
 ) -> None:
-    expected = processes(1, "losses", layout="micro_batch=8", steps=20, model=model)[0]
+    expected = alone(model)
     for got in processes(world, "losses", layout=layout, steps=20, model=model):
         for (loss, norm), (wanted, wanted_norm) in zip(got, expected, strict=True):
             assert loss == pytest.approx(wanted, rel=1e-9)
@@ -46,6 +66,15 @@ def test_bf16_keeps_wide_masters_and_follows_the_fp32_losses(processes: Callable
     got = processes(4, "losses", layout=layout, steps=6, settings=settings)[0]
     for (loss, _), (wanted, _) in zip(got, wide, strict=True):
         assert loss == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", *(pytest.param(f"dp=2,zero={z}", marks=pytest.mark.slow) for z in (0, 2, 3))])
+def test_under_bf16_gradients_masters_and_moments_are_fp32(processes: Callable[..., list[Any]], layout: str) -> None:
+    """Under ZeRO-3 what is kept is the masters; FSDP2 gathers them in bf16."""
+    for found in processes(2, "dtypes", layout=layout, precision="bf16"):
+        stored = [] if "zero=3" not in layout else ["torch.float32"]
+        assert found.pop("computed") == ["torch.bfloat16", *stored]
+        assert found == {what: ["torch.float32"] for what in ("gradient", "parameter", "exp_avg", "exp_avg_sq")}
 
 
 def test_the_rate_warms_up_then_follows_half_a_cosine_to_its_floor() -> None:
