@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,30 @@ def held_out_losses(folder: str, layout: str, model: str = "llama", steps: int =
     found = held_out.loss(trainer)
     losses += [trainer.step(n, trainer.batch(source, n))["loss"] for n in range(steps, 2 * steps)]
     return {"loss": found["eval_loss"], "tokens": found["eval_tokens"], "losses": losses}
+
+
+def plain_training(model: str, steps: int, settings: dict[str, Any]) -> list[list[float]]:
+    """(loss, gradient norm) of each step in one process without the runtime's own loss, clipping, optimizer and schedule: PyTorch's."""
+    trainer, data = _trainer_and_data("micro_batch=8", steps, model=model, settings=settings)
+    decoder, facts = copy.deepcopy(trainer.decoders[0]), trainer.settings
+    weights_of = {True: [], False: []}  # type: dict[bool, list[torch.nn.Parameter]]
+    for parameter in decoder.parameters():
+        weights_of[parameter.dim() > 1].append(parameter)
+    groups = [{"params": weights_of[decays], "weight_decay": facts.weight_decay * decays} for decays in (True, False)]
+    optimizer = torch.optim.AdamW(groups, facts.learning_rate, facts.betas, facts.epsilon)
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, facts.final_rate, total_iters=steps)
+    out = []
+    for number in range(steps):
+        batch = trainer.batch(data, number)
+        optimizer.zero_grad()
+        logits = decoder(batch.ids, Tokens((0, facts.seq_len))).transpose(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), facts.clip)
+        optimizer.step()
+        rates.step()
+        out.append([float(loss), float(norm)])
+    return out
 
 
 def plain_loss(folder: str, model: str, sequences: int) -> float:

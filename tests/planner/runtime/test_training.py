@@ -49,6 +49,16 @@ def test_twenty_steps_give_the_losses_of_one_process(
             assert norm == pytest.approx(wanted_norm, rel=1e-8)
 
 
+def test_one_process_trains_as_pytorchs_own_loss_clipping_optimizer_and_schedule(processes: Callable[..., list[Any]]) -> None:
+    """What every layout is compared with, itself compared: weight decay on matrices alone, every step clipped."""
+    settings = {"decay": "linear", "final_rate": 0.2, "clip": 0.3, "weight_decay": 0.3}
+    got = processes(1, "losses", layout="micro_batch=8", steps=6, settings=settings)[0]
+    expected = processes(1, "plain_training", model="llama", steps=6, settings=settings)[0]
+    assert expected[0][1] > 2 * settings["clip"]
+    for step, wanted in zip(got, expected, strict=True):
+        assert step == pytest.approx(wanted, rel=1e-10)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
