@@ -90,7 +90,7 @@ def price(gpu: GpuProfile, execution: Execution, operations: Iterable[Operation]
         if isinstance(op, Pointwise):
             kernels = kernels + op.kernels
             factor = 1.0 if counted(op.name) else execution.pointwise_factor
-            pointwise = pointwise + op.kernels * gpu.launch_seconds + op.bytes * factor / gpu.memory_bytes_per_second
+            pointwise = pointwise + op.kernels * gpu.launch_seconds + op.bytes * factor / gpu.memory_rate(op)
             continue
         found = None if known is None else known.get(id(op))
         seconds = _product_seconds(gpu, execution, op) if found is None else found[1]
