@@ -65,15 +65,21 @@ def test_one_process_trains_as_pytorchs_own_loss_clipping_optimizer_and_schedule
         "dp=2,tp=2,zero=2",
         *(
             pytest.param(layout, marks=pytest.mark.slow)
-            for layout in ("tp=2,pp=2,micro_batch=2", "pp=2,dp=2,zero=3", "cp=2,dp=2,zero=1", "pp=2,dp=2,schedule=zb-h1")
+            for layout in (
+                "tp=2,pp=2,micro_batch=2",
+                "pp=2,dp=2,zero=3",
+                "cp=2,dp=2,zero=1",
+                "pp=2,dp=2,schedule=zb-h1",
+                "tp=2,dp=2,ep=4",
+            )
         ),
     ],
 )
 def test_bf16_keeps_wide_masters_and_follows_the_fp32_losses(processes: Callable[..., list[Any]], layout: str) -> None:
     """A bf16 forward carries 8 bits: losses agree to about a percent, and fall as they do in fp32."""
-    settings = {"precision": "bf16"}
-    wide = processes(1, "losses", layout="micro_batch=8", steps=6, settings={"precision": "fp32"})[0]
-    got = processes(4, "losses", layout=layout, steps=6, settings=settings)[0]
+    model = "moe" if "ep=" in layout else "llama"
+    wide = processes(1, "losses", layout="micro_batch=8", steps=6, model=model, settings={"precision": "fp32"})[0]
+    got = processes(4, "losses", layout=layout, steps=6, model=model, settings={"precision": "bf16"})[0]
     for (loss, _), (wanted, _) in zip(got, wide, strict=True):
         assert loss == pytest.approx(wanted, rel=0.01)
 
