@@ -176,12 +176,18 @@ class Cores:
         if not parts:
             return []
         chosen = Costs.joined(parts)
-        good = np.flatnonzero(shape.holds(chosen, np.full(len(chosen), seconds), layers, memory=True))
+        at = np.flatnonzero(shape.holds(chosen, np.full(len(chosen), seconds), layers, memory=False))
+        if not len(at):
+            return []
+        chosen = chosen.take(at)
+        again = shape.again(chosen, layers)
+        good = np.flatnonzero(shape.settle(chosen, np.full(len(chosen), seconds), layers, memory=True, again=again)[0])
         if not len(good):
             return []
-        low = np.minimum(self.rows.seconds(np.array([one[i].row for i in good])), seconds)
-        found = shape.least(chosen.take(good), low, np.full(len(good), seconds), layers, steps=COARSE)
-        return [(float(b), one[i]) for b, i in zip(found, good, strict=True)]
+        at, again = at[good], [table[good] for table in again]
+        low = np.minimum(self.rows.seconds(np.array([one[i].row for i in at])), seconds)
+        found = shape.least(chosen.take(good), low, np.full(len(at), seconds), layers, steps=COARSE, again=again)
+        return [(float(b), one[i]) for b, i in zip(found, at, strict=True)]
 
     def exact(self, one: Class, column: Column) -> Costs:
         """Costs of one column: its own passes and placement."""

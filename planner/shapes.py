@@ -93,6 +93,27 @@ class Costs:
         return b"".join(np.ascontiguousarray(getattr(self, name)).tobytes() for name in self.__dataclass_fields__)
 
 
+Need = tuple[Ints, Floats, Floats | None]
+"""Paths, and of those column x path: seconds of one layer, and x number of layers: seconds of so many with the recompute that memory asks
+for (None: memory is left out)."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What columns cost along paths, whatever the time allowed: ``fixed`` seconds and those by which a leading layer is ``quicker``, column
+    x path; what whole layers need, by number of leading ones."""
+
+    costs: Costs
+    fixed: Floats
+    quicker: Floats
+    needs: list[Need]
+
+    def take(self, at: Ints) -> _Known:
+        """The columns ``at``."""
+        needs = [(paths, each[at], None if whole is None else whole[at]) for paths, each, whole in self.needs]
+        return _Known(self.costs.take(at), self.fixed[at], self.quicker[at], needs)
+
+
 @dataclass(frozen=True)
 class Flying:
     """By rank, at its moment with most in flight: microbatches ``alive`` and ``waiting`` for their weight gradient, in the
@@ -177,7 +198,8 @@ class Shape:
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
         ranks = np.arange(self.pp)
         quicker = np.where(ranks < self.leading, c.quicker.sum(axis=1)[:, None], 0.0)
-        most = self._capacity(self.again(c, layers), budget, each[:, None], np.ones(self.pp), quicker, ranks, layers)
+        needs = self._needs(self.again(c, layers), np.repeat(each[:, None], self.pp, axis=1), np.ones(self.pp), ranks)
+        most = self._capacity(needs, budget, quicker, layers)
         good: Bools = (most >= self.vpp).all(axis=1) & (most.sum(axis=1) >= layers)
         return good
 
@@ -201,23 +223,29 @@ class Shape:
         return self.settle(c, seconds, layers, memory=memory)[0]
 
     def settle(
-        self, c: Costs, seconds: Floats, layers: int, *, memory: bool, again: list[Floats] | None = None
+        self,
+        c: Costs,
+        seconds: Floats,
+        layers: int,
+        *,
+        memory: bool,
+        again: list[Floats] | None = None,
+        known: _Known | None = None,
     ) -> tuple[Bools, Floats, Floats]:
         """(whether a column may be done in ``seconds`` of pipeline, fewest and most layers of each rank if it is). ``again``: what
-        memory asks for, where it is known."""
+        memory asks for, ``known``: what the columns cost along paths, where that is known."""
         number = len(c)
         low = np.full((number, self.pp), float(self.vpp))
         high = np.full((number, self.pp), float(layers - (self.pp - 1) * self.vpp))
         alive = np.zeros(number, bool)
         at = np.arange(number)
-        tables = [] if not memory else self.again(c, layers) if again is None else again
+        if known is None:
+            known = self.known(c, [] if not memory else self.again(c, layers) if again is None else again)
         for _ in range(ROUNDS):
             if not len(at):
                 break
-            whole = len(at) == number
-            here = c if whole else c.take(at)
-            some = tables if whole else [table[at] for table in tables]
-            new = self._most_of_ranks(here, seconds[at], low[at], high[at], layers, some)
+            here = known if len(at) == number else known.take(at)
+            new = self._most_of_ranks(here, seconds[at], low[at], high[at], layers)
             total = new.sum(axis=1)
             good = (new >= self.vpp).all(axis=1) & (total >= layers)
             floor = np.maximum(low[at], layers - (total[:, None] - new))
@@ -228,41 +256,55 @@ class Shape:
         alive[at] = True
         return alive, low, high
 
-    def _most_of_ranks(self, c: Costs, seconds: Floats, low: Floats, high: Floats, layers: int, tables: list[Floats]) -> Floats:
-        """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
-        the others' least is too long already."""
+    def known(self, c: Costs, tables: list[Floats]) -> _Known:
+        """What columns cost along the paths kept so far; ``tables``: of ``again``, none where memory is left out."""
         t = self.table
         own = c.f[:, None] * t.own[0] + c.b[:, None] * t.own[1] + c.w[:, None] * t.own[2] - c.hidden @ t.paired
         own = own + c.start[:, None] * t.starts + np.where(t.least_b >= 1, c.end_own[:, None], c.end[:, None]) * t.ends
         least = np.where(t.least_b >= 1, t.least_b - HIDDEN * t.ends, t.least_b)
-        budget = seconds[:, None] - self._fixed(c) - self._others(c, low, high, layers)
-        most = self._capacity(tables, budget, own, least, c.quicker @ t.lead_own, t.rank, layers)
-        by_rank = np.full((self.pp, len(c)), np.inf)
-        np.minimum.at(by_rank, t.rank, most.T)
+        return _Known(c, self._fixed(c), c.quicker @ t.lead_own, self._needs(tables, own, least, t.rank))
+
+    def _most_of_ranks(self, known: _Known, seconds: Floats, low: Floats, high: Floats, layers: int) -> Floats:
+        """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
+        the others' least is too long already."""
+        budget = seconds[:, None] - known.fixed - self._others(known.costs, low, high, layers)
+        most = self._capacity(known.needs, budget, known.quicker, layers)
+        by_rank = np.full((self.pp, len(known.costs)), np.inf)
+        np.minimum.at(by_rank, self.table.rank, most.T)
         out: Floats = np.minimum(high, by_rank.T)
         return out
 
-    def _capacity(
-        self, tables: list[Floats], budget: Floats, own: Floats, again: Floats, quicker: Floats, rank: Ints, layers: int
-    ) -> Floats:
-        """Column x path: most whole layers within ``budget`` seconds, a layer taking ``own``, its recompute ``again`` times its seconds, a
-        leading one ``quicker`` less; -1 where there is less than nothing."""
-        best = np.full(np.broadcast_shapes(budget.shape, own.shape), -1.0)
+    def _needs(self, tables: list[Floats], own: Floats, again: Floats, rank: Ints) -> list[Need]:
+        """What whole layers ask for, by number of leading ones: a layer takes ``own`` seconds (column x path), its recompute ``again`` times
+        its seconds."""
+        out: list[Need] = []
         for leading in range(self.leading + 1):
             at = np.flatnonzero(rank + leading <= self.leading) if leading else np.arange(len(rank))
             if not len(at):
                 break
-            room = budget[:, at] + leading * quicker[:, at]
-            each = np.broadcast_to(own, best.shape)[:, at]
+            each = own if len(at) == len(rank) else own[:, at]
+            whole = None
             if tables:
                 table = tables[leading][:, rank[at]]
-                number = np.arange(1, table.shape[2] + 1)
-                fit = each[:, :, None] * number + again[at, None] * table <= room[:, :, None] + ROUNDING * each[:, :, None]
-                fit &= table < NEVER
-                most = np.where(fit, number, 0).max(axis=2).astype(float)
-                most = np.where(most == table.shape[2], float(layers), most)
-            else:
+                number = np.arange(1, table.shape[2] + 1) - ROUNDING
+                whole = each[:, :, None] * number + again[at, None] * table
+                whole[table >= NEVER] = np.inf
+            out.append((at, each, whole))
+        return out
+
+    def _capacity(self, needs: list[Need], budget: Floats, quicker: Floats, layers: int) -> Floats:
+        """Column x path: most whole layers within ``budget`` seconds, a leading one taking ``quicker`` less; -1 where there is less than
+        nothing."""
+        best = np.full(budget.shape, -1.0)
+        for leading, (at, each, whole) in enumerate(needs):
+            room = budget[:, at] + leading * quicker[:, at]
+            if whole is None:
                 most = np.floor(np.maximum(room, 0.0) / np.maximum(each, 1e-30) + ROUNDING)
+            else:
+                top = whole.shape[2]
+                fit = whole <= room[:, :, None]
+                most = np.where(fit.any(axis=2), top - fit[:, :, ::-1].argmax(axis=2), 0).astype(float)
+                most = np.where(most == top, float(layers), most)
             best[:, at] = np.maximum(best[:, at], np.where(room < 0, -1.0, most))
         return best
 
@@ -280,30 +322,33 @@ class Shape:
         """Column x path: the least that chunks of other ranks add. Each rank holds ``low`` layers at least, and all hold
         ``layers``: what is left of what they can hold, at most, is missing anywhere."""
         t = self.table
-        by_low = self._along(c, low)
         ends = low[:, t.first_rank] * c.start[:, None] * (1 - t.starts) + low[:, t.last_rank] * c.end[:, None] * (1 - t.ends)
         missing = high.sum(axis=1) - layers
         worst = c.f[:, None] * t.peak[:, 0] + c.b[:, None] * t.peak[:, 1] + c.w[:, None] * t.peak[:, 2]
-        by_high = self._along(c, high) - missing[:, None] * worst
-        result: Floats = np.maximum(by_low, by_high) + ends
+        by_low, by_high = self._along(c, low, high)
+        result: Floats = np.maximum(by_low, by_high - missing[:, None] * worst) + ends
         return result
 
-    def _along(self, c: Costs, loads: Floats) -> Floats:
-        """Column x path: what these loads of other ranks add at least. Where a path goes through all chunks of a rank alike,
+    def _along(self, c: Costs, *loads: Floats) -> Floats:
+        """Loads x column x path: what loads of other ranks add at least. Where a path goes through all chunks of a rank alike,
         it meets all its layers; else as many in each chunk as the least of them holds."""
-        all_, some = self.table.bare if c.hidden.any() else self.table.other
-        each = np.floor(loads / self.vpp)
-        f, b, w = (loads @ x.T + each @ y.T for x, y in zip(all_, some, strict=True))
-        out: Floats = c.f[:, None] * f + c.b[:, None] * b + c.w[:, None] * w
+        some = np.stack(loads)
+        parts = [some, np.floor(some / self.vpp)] if self.vpp > 1 else [some]
+        weighed = np.concatenate([seconds[:, None] * part for part in parts for seconds in (c.f, c.b, c.w)], axis=2)
+        met = self.table.bare if c.hidden.any() else self.table.other
+        out: Floats = weighed @ met[: weighed.shape[2]]
         return out
 
-    def least(self, c: Costs, low: Floats, high: Floats, layers: int, *, steps: int = 14) -> Floats:
+    def least(
+        self, c: Costs, low: Floats, high: Floats, layers: int, *, steps: int = 14, again: list[Floats] | None = None
+    ) -> Floats:
         """The least seconds between ``low`` (a known bound) and ``high`` that each column may be done in, to 1/2^steps of their
-        difference; ``high`` where it may not."""
-        low, high, again = low.copy(), high.copy(), self.again(c, layers)
+        difference; ``high`` where it may not. ``again`` as in ``settle``."""
+        low, high = low.copy(), high.copy()
+        known = self.known(c, self.again(c, layers) if again is None else again)
         for _ in range(steps):
             middle = (low + high) / 2
-            good = self.settle(c, middle, layers, memory=True, again=again)[0]
+            good = self.settle(c, middle, layers, memory=True, known=known)[0]
             high, low = np.where(good, middle, high), np.where(good, low, middle)
         return low
 
@@ -323,8 +368,8 @@ class _Table:
     least_b: Floats
     off: Floats
     paired: Floats
-    other: tuple[Floats, Floats]
-    bare: tuple[Floats, Floats]
+    other: Floats
+    bare: Floats
     peak: Floats
     most: Floats
     lead_own: Floats
@@ -357,15 +402,15 @@ class _Table:
         )  # fmt: skip
 
 
-def _by_rank(three: Floats, mine: Bools) -> tuple[Floats, Floats]:
-    """(f, b, w) coefficients of chunks as path x rank: (a layer's, where all chunks of the rank have the same; else the sum of
-    its
-    chunks')."""
+def _by_rank(three: Floats, mine: Bools) -> Floats:
+    """(f, b, w) coefficients of chunks as (3 times rank, twice) x path: a layer's, where all chunks of the rank have the same; else the sum
+    of its chunks'."""
     total = three @ mine.T.astype(float)
     most = np.stack([np.where(row, three, -np.inf).max(axis=2) for row in mine], axis=2)
     least = np.stack([np.where(row, three, np.inf).min(axis=2) for row in mine], axis=2)
     same = most == least
-    return np.where(same, most, 0.0), np.where(same, 0.0, total)
+    parts = np.concatenate([np.where(same, most, 0.0), np.where(same, 0.0, total)])
+    return np.ascontiguousarray(parts.transpose(0, 2, 1).reshape(-1, three.shape[1]))
 
 
 def _leading(three: Floats, rank: Ints, leading: int) -> tuple[Floats, Floats]:
