@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_single
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.nn.functional import all_gather
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -72,7 +72,7 @@ class PlainLayer(nn.Module):
         first = dist.get_rank() * s if self.gather else 0
         q, k = (turn(t, first) for t in (q, k))
         if self.gather:
-            k, v = (torch.cat(all_gather(t.contiguous()), 2) for t in (k, v))
+            k, v = (all_gather_single(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
             rows = torch.arange(first, first + s)[:, None]
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(k.shape[2])[None] <= rows, enable_gqa=True)
         else:

@@ -29,9 +29,12 @@ sys.path.insert(0, str(ROOT / "tests" / "planner" / "emit"))
 from judges import JUDGES, KINDS, judged  # noqa: E402
 from oracles import where  # noqa: E402
 
-CHECKOUTS = {"megatron": "AXISPLAN_MEGATRON", "megatron-bridge": "AXISPLAN_MEGATRON_BRIDGE"}
-"""Judges whose parser may be a checkout of the user's own."""
-NAMES = {"megatron": "Megatron-LM", "megatron-bridge": "Megatron-Bridge"}
+CHECKOUTS = {
+    "megatron": ("Megatron-LM", "AXISPLAN_MEGATRON"),
+    "megatron-bridge": ("Megatron-Bridge", "AXISPLAN_MEGATRON_BRIDGE"),
+    "torchtitan": ("TorchTitan", "AXISPLAN_TORCHTITAN"),
+}
+"""Judges whose parser may be a checkout of the user's own: its name, the variable that says where it is."""
 PACKAGES = {
     "torchtitan": "torchtitan",
     "deepspeed": "deepspeed",
@@ -51,10 +54,12 @@ def git(folder: Path, *arguments: str) -> str:
 def source(name: str) -> str:
     """Which parser a judge asks: a commit, or a pinned package."""
     pins: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "tests" / "oracles" / "pins.toml").read_text(encoding="utf-8"))
-    if name in CHECKOUTS:
-        commit = git(Path(where().get(CHECKOUTS[name], "")), "log", "-1", "--format=%h of %cs")
+    title, variable = CHECKOUTS.get(name, ("", ""))
+    if variable in where() and (commit := git(Path(where()[variable]), "log", "-1", "--format=%h of %cs")):
+        return f"{title}, commit {commit}"
+    if name in ("megatron", "megatron-bridge"):
         pinned = next(iter(pins["bridge" if name == "megatron-bridge" else "megatron"]["sources"].values()))
-        return f"{NAMES[name]}, commit {commit}" if commit else f"wheel {pinned}"
+        return f"wheel {pinned}"
     if name in PACKAGES:
         return ", ".join(pins[PACKAGES[name]]["packages"][: 4 if name == "kubernetes" else 1])
     if name == "slurm":

@@ -73,34 +73,49 @@ class Compute:
         return Compute(self.matmul * factor, self.attention * factor, self.pointwise * factor, self.kernels * factor)
 
 
-def price(gpu: GpuProfile, execution: Execution, operations: Iterable[Operation]) -> Compute:
-    """Seconds by kind of ``operations`` on ``gpu``, one after the other; collectives cost nothing here."""
+Known = dict[int, tuple[Operation, Number]]
+"""Seconds of products and attention priced before, by the operation's identity (which it keeps alive)."""
+
+
+def price(gpu: GpuProfile, execution: Execution, operations: Iterable[Operation], known: Known | None = None) -> Compute:
+    """Seconds by kind of ``operations`` on ``gpu``, one after the other; collectives cost nothing here. ``known``: prices to reuse, and to
+    add to."""
     matmul: Number = 0.0
     attention: Number = 0.0
     pointwise: Number = 0.0
     kernels: Number = 0
-    speed = kernel_speed(execution.attention, architecture(gpu.name))
-    slower = 1.0 / product_speed(execution.libraries, architecture(gpu.name))
     for op in operations:
         if isinstance(op, Collective):
             continue
         if isinstance(op, Pointwise):
             kernels = kernels + op.kernels
             factor = 1.0 if counted(op.name) else execution.pointwise_factor
-            pointwise = pointwise + op.kernels * gpu.launch_seconds + op.bytes * factor / gpu.memory_bytes_per_second
-        elif isinstance(op, Attend):
+            pointwise = pointwise + op.kernels * gpu.launch_seconds + op.bytes * factor / gpu.memory_rate(op)
+            continue
+        found = None if known is None else known.get(id(op))
+        seconds = _product_seconds(gpu, execution, op) if found is None else found[1]
+        if found is None and known is not None:
+            known[id(op)] = op, seconds
+        if isinstance(op, Attend):
             kernels = kernels + 1
-            attention = attention + gpu.seconds(op, kernel=speed)
-        elif isinstance(op, GroupedMatmul) and not execution.grouped_gemm:
-            single = Matmul(op.tokens / op.groups, op.n, op.k, op.dtype, 1, op.name, op.weight_gradient)
-            if op.weight_gradient:
-                single = Matmul(op.k, op.n, op.tokens / op.groups, op.dtype, 1, op.name, True)
-            kernels = kernels + op.groups
-            matmul = matmul + op.groups * gpu.seconds(single) * (slower if op.dtype in LOW_PRECISION else 1.0)
+            attention = attention + seconds
         else:
-            kernels = kernels + 1
-            matmul = matmul + gpu.seconds(aligned(op)) * (slower if op.dtype in LOW_PRECISION else 1.0)
+            kernels = kernels + (op.groups if isinstance(op, GroupedMatmul) and not execution.grouped_gemm else 1)
+            matmul = matmul + seconds
     return Compute(matmul, attention, pointwise, kernels)
+
+
+def _product_seconds(gpu: GpuProfile, execution: Execution, op: Matmul | GroupedMatmul | Attend) -> Number:
+    """Seconds of a product, of a grouped one (expert by expert where the framework has no grouped kernel), or of attention."""
+    if isinstance(op, Attend):
+        return gpu.seconds(op, kernel=kernel_speed(execution.attention, architecture(gpu.name)))
+    slower = 1.0 / product_speed(execution.libraries, architecture(gpu.name)) if op.dtype in LOW_PRECISION else 1.0
+    if not isinstance(op, GroupedMatmul) or execution.grouped_gemm:
+        return gpu.seconds(aligned(op)) * slower
+    single = Matmul(op.tokens / op.groups, op.n, op.k, op.dtype, 1, op.name, op.weight_gradient)
+    if op.weight_gradient:
+        single = Matmul(op.k, op.n, op.tokens / op.groups, op.dtype, 1, op.name, True)
+    return op.groups * gpu.seconds(single) * slower
 
 
 def aligned(op: Matmul | GroupedMatmul) -> Matmul | GroupedMatmul:
@@ -173,7 +188,9 @@ def with_activation(
     return tuple(out)
 
 
-def price_in_ring(gpu: GpuProfile, execution: Execution, operations: Sequence[Operation], ring: Number) -> Compute:
+def price_in_ring(
+    gpu: GpuProfile, execution: Execution, operations: Sequence[Operation], ring: Number, known: Known | None = None
+) -> Compute:
     """``price`` where fused attention runs as a ring of ranks runs it: ``ring`` kernels, each against the keys of one rank, and their
     partial results put together in fp32 (ring attention, arXiv:2310.01889)."""
     cut: list[Attend] = []
@@ -183,7 +200,7 @@ def price_in_ring(gpu: GpuProfile, execution: Execution, operations: Sequence[Op
             cut.append(op)
         else:
             whole.append(op)
-    total = price(gpu, execution, whole)
+    total = price(gpu, execution, whole, known)
     for op in cut:
         block, merge = ring_block(op, ring, execution.ring_merge_bytes)
         total = total + price(gpu, execution, [block]).times(ring) + price(gpu, execution, [merge])

@@ -29,6 +29,8 @@ SPLIT_BACKWARD = (*ZERO_BUBBLE, "dualpipe", "dualpipe-v")
 V_SHAPED = ("zb-v", "dualpipe-v")
 """Schedules that place chunk c and chunk 2*pp-1-c on one rank."""
 EXPERT_AXES = ("etp", "ep", "edp")
+DEDUPLICATED = ("deepep", "hybridep")
+"""Dispatchers that send one copy of a token to each node that holds one of its experts; they cost the same."""
 RECOMPUTE_MODULES = (
     "core_attn", "layernorm", "moe_act", "mlp", "moe", "mla_up_proj", "shared_experts", "mlp_act", "op",
 )  # fmt: skip

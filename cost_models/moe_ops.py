@@ -10,6 +10,7 @@ from cost_models.arrays import ceil_div, maximum, where
 from cost_models.builder import Builder, Entry, Gradients
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost, Local
+from cost_models.layout import DEDUPLICATED
 from cost_models.mlp_ops import activation, activation_gradients, projections
 from profiles.model import Moe
 from profiles.operations import Number
@@ -221,7 +222,7 @@ def _exchange(b: Builder, ffn: Moe, factor: Number, name: str) -> None:
 def dispatched_copies(local: Local, ffn: Moe) -> Number:
     """Copies of a token that leave a rank in a dispatch, those to itself included."""
     degrees = local.degrees
-    way = "per_rank" if degrees.dispatcher in ("deepep", "hybridep") else local.execution.dispatch
+    way = "per_rank" if degrees.dispatcher in DEDUPLICATED else local.execution.dispatch
     if way == "per_expert":
         return ffn.top_k
     if way == "per_rank":

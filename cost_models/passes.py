@@ -16,11 +16,11 @@ import numpy as np
 
 from cost_models.arrays import always_one, maximum, plain, where
 from cost_models.communication import Exchange, Network, Pass, Priced, add_sent, bytes_by_link, exposed, hidden, paired
-from cost_models.compute import Compute, host_seconds, is_host, price, price_in_ring, ring_launches, with_activation
+from cost_models.compute import Compute, Known, host_seconds, is_host, price, price_in_ring, ring_launches, with_activation
 from cost_models.execution import Execution
 from cost_models.job import Job
 from cost_models.layer_cost import LayerCost
-from cost_models.layout import Layout, RecomputeRule
+from cost_models.layout import DEDUPLICATED, Layout, RecomputeRule
 from cost_models.measured import alone, measured_pace, rows_of
 from cost_models.moe_ops import expected_distinct
 from cost_models.recompute import recomputed
@@ -151,16 +151,17 @@ def unit_passes(job: Job, network: Priced, unit: Unit, rules: Sequence[Recompute
     weights = cost.backward_weight
     share = launches(weights) / maximum(1.0, launches(weights) + launches(cost.backward_input))
     ahead, back = _pace(job, network.layout, unit, cost)
+    known: Known = network.layout.remember("prices", lambda _: {}) if hasattr(network.layout, "remember") else {}
     again = tuple(operations_again(job.execution, cost, rule) for rule in rules)
     recompute = []
     for rule, operations in zip(rules, again, strict=True):
         launch, extra = (host.launch, waits) if rule.mode == "full" else (0.0, 0.0)
-        recompute.append(_pass(job, network, operations, "forward", launch, extra, ahead))
+        recompute.append(_pass(job, network, operations, "forward", launch, extra, ahead, known))
     return Passes(
         cost,
-        _pass(job, network, cost.forward, "forward", host.launch, waits, ahead),
-        _pass(job, network, cost.backward_input, "backward_input", host.launch * (1 - share), host.blocking, back),
-        _pass(job, network, weights, "backward_weight", host.launch * share, 0.0, back),
+        _pass(job, network, cost.forward, "forward", host.launch, waits, ahead, known),
+        _pass(job, network, cost.backward_input, "backward_input", host.launch * (1 - share), host.blocking, back, known),
+        _pass(job, network, weights, "backward_weight", host.launch * share, 0.0, back, known),
         again,
         tuple(recompute),
     )
@@ -237,7 +238,7 @@ def exchange_of(job: Job, degrees: Any, unit: Unit) -> Exchange | None:
     if not isinstance(moe, Moe) or always_one(degrees.ep):
         return None
     execution, cluster = job.execution, job.cluster
-    if degrees.dispatcher not in ("deepep", "hybridep"):
+    if degrees.dispatcher not in DEDUPLICATED:
         return Exchange(execution.exchange_efficiency, execution.exchange_seconds)
     tokens = degrees.micro_batch * job.seq_len / degrees.cp / where(degrees.sp, degrees.tp, 1)
     nodes = -(-degrees.ep * degrees.etp // cluster.gpus_per_node)
@@ -278,6 +279,7 @@ def _pass(
     launch: Number,
     extra: float,
     pace: Number | None,
+    known: Known,
 ) -> PassSeconds:
     """One pass of one unit. ``launch``: host seconds to launch it, which may be longer than the work; ``extra``: host seconds on
     top; ``pace``: where it was measured, its seconds over those of its compute, the host's part included."""
@@ -285,7 +287,7 @@ def _pass(
     if not operations:
         return PassSeconds()
     ring = 1 if degrees.cp_kind == "allgather" else degrees.ring
-    compute = price_in_ring(gpu, execution, operations, ring)
+    compute = price_in_ring(gpu, execution, operations, ring, known)
     if pace is not None:
         compute = compute.times(pace)
         return PassSeconds(compute, exposed(network, execution, operations, which, compute))

@@ -7,7 +7,7 @@ out: a lower bound, which a property test says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -18,11 +18,14 @@ import numpy.typing as npt
 
 from cost_models.communication import Exchange, exchanged, reach
 from cost_models.job import Job
-from cost_models.layout import RecomputeRule
+from cost_models.layout import DEDUPLICATED, RecomputeRule
 from cost_models.passes import NO_RECOMPUTE, exchange_of, unit_passes
-from cost_models.units import EMBEDDING, HEAD, MTP, Unit
+from cost_models.units import EMBEDDING, HEAD, MTP, Unit, kind_of
 from planner.rules.core import limits_of
+from profiles.cluster import Way, seconds_of_ways
 from profiles.hardware import ClusterSpec
+from profiles.model import Moe
+from profiles.operations import Number
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -30,6 +33,10 @@ Ints = npt.NDArray[np.int64]
 COLUMNS = ("tp", "ring", "ulysses", "ep", "etp", "micro_batch", "kind")
 """Columns of a key: the degrees that a layer's own passes depend on; ``kind`` indexes ``KINDS``."""
 KINDS = ("ring", "ulysses", "hybrid", "allgather")
+BLOCK = 1 << 14
+"""Keys priced at once."""
+Seconds = tuple[Floats, Floats, Floats]
+"""(f, b by mode, w) of a unit by key."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +73,55 @@ def lower_seconds(job: Job, keys: Ints, modes: Sequence[RecomputeRule] = (NO_REC
     f, w = np.zeros((number, len(model.kinds))), np.zeros((number, len(model.kinds)))
     b = np.zeros((number, len(model.kinds), len(modes)))
     embedding, head = np.zeros((number, 3)), np.zeros((number, 3))
+    units: dict[Unit, Sequence[RecomputeRule]] = {EMBEDDING: (NO_RECOMPUTE,), HEAD: (NO_RECOMPUTE,)}
+    units |= dict.fromkeys((*range(len(model.kinds)), *((MTP,) if model.mtp else ())), modes)
     for kind, name in enumerate(KINDS):
-        at = np.flatnonzero(keys[:, 6] == kind)
-        if not len(at):
-            continue
-        for place, dispatcher in enumerate(dispatchers_of(job)):
-            degrees = degrees_of(job, keys[at], name, dispatcher)
+        for at in _blocks(np.flatnonzero(keys[:, 6] == kind)):
+            found = _least_seconds(job, keys[at], name, units)
             for k in range(len(model.kinds)):
-                for into, least in zip((f, b, w), _seconds(job, degrees, k, modes), strict=True):
-                    into[at, k] = np.minimum(into[at, k], least) if place else least
-        for out, unit in ((embedding, EMBEDDING), (head, HEAD)):
-            one = _seconds(job, degrees, unit, (NO_RECOMPUTE,))
-            out[at] = np.stack([one[0], one[1][:, 0], one[2]], axis=1)
-        if model.mtp:
-            one = _seconds(job, degrees, MTP, modes)
-            head[at] += model.mtp * np.stack([one[0], one[1].min(axis=1), one[2]], axis=1)
+                f[at, k], b[at, k], w[at, k] = found[k]
+            for out, unit in ((embedding, EMBEDDING), (head, HEAD)):
+                ahead, back, weight = found[unit]
+                out[at] = np.stack([ahead, back[:, 0], weight], axis=1)
+            if model.mtp:
+                ahead, back, weight = found[MTP]
+                head[at] += model.mtp * np.stack([ahead, back.min(axis=1), weight], axis=1)
     return Bulk(f, b, w, embedding, head)
 
 
+def _blocks(at: Ints) -> Iterator[Ints]:
+    """``at`` in parts whose arrays stay near the processor."""
+    return (at[start : start + BLOCK] for start in range(0, len(at), BLOCK))
+
+
+def _least_seconds(job: Job, keys: Ints, kind: str, units: Mapping[Unit, Sequence[RecomputeRule]]) -> dict[Unit, Seconds]:
+    """Seconds of each unit under its modes by key, its tokens travelling to experts in the way that takes least."""
+    travelling = [unit for unit in units if isinstance(kind_of(job, unit).ffn, Moe)]
+    found: dict[Unit, Seconds] = {}
+    whole = keys.copy()
+    whole[:, 3:5] = 1
+    first, at = distinct(whole)
+    degrees = degrees_of(job, whole[first], kind)
+    for unit in units:
+        if unit not in travelling:
+            f, b, w = _seconds(job, degrees, unit, units[unit])
+            found[unit] = f[at], b[at], w[at]
+    for dispatcher in dispatchers_of(job) if travelling else ():
+        degrees = degrees_of(job, keys, kind, dispatcher)
+        for unit in travelling:
+            f, b, w = _seconds(job, degrees, unit, units[unit])
+            least = found.setdefault(unit, (f, b, w))
+            found[unit] = np.minimum(f, least[0]), np.minimum(b, least[1]), np.minimum(w, least[2])
+    return found
+
+
 def dispatchers_of(job: Job) -> Sequence[str]:
-    """The ways in which tokens may travel to experts; any where there are none."""
-    return limits_of(job).dispatchers if job.model.moe is not None else ("alltoall",)
+    """The ways in which tokens may travel to experts, one of those that cost the same; any where there are none."""
+    if job.model.moe is None:
+        return ("alltoall",)
+    ways = limits_of(job).dispatchers
+    alike = [way for way in ways if way in DEDUPLICATED]
+    return [way for way in ways if way not in alike[1:]]
 
 
 class Degrees(SimpleNamespace):
@@ -98,6 +133,16 @@ class Degrees(SimpleNamespace):
         if key not in memo:
             memo[key] = compute(self)
         return memo[key]
+
+
+def distinct(table: Ints) -> tuple[Ints, Ints]:
+    """(the first of each distinct row, which of those each row is)."""
+    code = np.zeros(len(table), np.int64)
+    for column in table.T:
+        values, place = np.unique(column, return_inverse=True)
+        code = code * max(1, len(values)) + place
+    _, first, at = np.unique(code, return_index=True, return_inverse=True)
+    return first, at
 
 
 def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") -> Degrees:
@@ -119,9 +164,9 @@ def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") ->
     )
 
 
-def _seconds(job: Job, degrees: Degrees, unit: Unit, modes: Sequence[RecomputeRule]) -> tuple[Floats, Floats, Floats]:
-    """(f, b by mode, w) of a unit by key."""
-    one = unit_passes(job, Closest(job, degrees, exchange_of(job, degrees, unit)), unit, modes)
+def _seconds(job: Job, degrees: Degrees, unit: Unit, modes: Sequence[RecomputeRule]) -> Seconds:
+    exchange = degrees.remember(("exchange", kind_of(job, unit).ffn), lambda d: exchange_of(job, d, unit))
+    one = unit_passes(job, Closest(job, degrees, exchange), unit, modes)
     nothing = np.zeros(len(degrees.tp))
     b = np.stack([nothing + one.backward_input.seconds + again.seconds for again in one.recompute], axis=1)
     return nothing + one.forward.seconds, b, nothing + one.backward_weight.seconds
@@ -141,18 +186,41 @@ class Closest:
 
     def seconds(self, kind: str, axis: str, bytes: Any, count: Any = 1) -> Any:
         """Least seconds; 0 where nothing moves, and for exchanges that other work may hide whole."""
-        execution, cluster = self.job.execution, self.job.cluster
-        ranks, stride = (np.asarray(x) for x in self.groups[axis])
-        if axis in ("ep", "etp_ep") and execution.ep_overlap:
+        if axis in ("ep", "etp_ep") and self.job.execution.ep_overlap:
             return 0.0
+        known = self.layout.remember("collectives", lambda _: {})
+        key = kind, axis, id(bytes), id(self.exchange)
+        if key not in known:
+            known[key] = bytes, self.exchange, self._seconds(kind, axis, bytes)
+        return known[key][2] * count
+
+    def _seconds(self, kind: str, axis: str, bytes: Any) -> Any:
+        cluster = self.job.cluster
+        ranks, stride = (np.asarray(x) for x in self.groups[axis])
         size = np.asarray(bytes)
         if kind == "send_recv":
-            seconds = cluster.collective_seconds(kind, size, np.full_like(ranks, 2), reach(cluster, ranks, stride))
+            seconds = self._along(kind, axis, size, np.full_like(ranks, 2), reach(cluster, ranks, stride))
         elif axis == "ep" and kind == "all_to_all" and self.exchange is not None:
-            seconds = exchanged(cluster.collective_seconds, cluster, self.exchange, size, ranks, stride, any_order=True)
+
+            def price(kind: str, part: Number, some: Number, apart: Number) -> Number:
+                return self._along(kind, axis if some is ranks else f"{axis} in a domain", part, some, apart)
+
+            seconds = exchanged(price, cluster, self.exchange, size, ranks, stride, any_order=True)
         else:
-            seconds = cluster.collective_seconds(kind, size, ranks, stride)
-        return np.where((ranks > 1) & (size > 0), seconds, 0.0) * count
+            seconds = self._along(kind, axis, size, ranks, stride)
+        return np.where((ranks > 1) & (size > 0), seconds, 0.0)
+
+    def _along(self, kind: str, group: str, size: Number, ranks: Any, stride: Any) -> Number:
+        """``ClusterSpec.collective_seconds``: what does not depend on the bytes is found once for a group's distinct (ranks, stride)."""
+        if not np.ndim(ranks):
+            return self.cluster.collective_seconds(kind, size, ranks, stride)
+        ways, at = self.layout.remember(("ways", kind, group), lambda _: self._ways(kind, ranks, stride))
+        spread: list[Way] = [(_at(alpha, at), [(_at(rate, at), _at(c, at)) for rate, c in terms]) for alpha, terms in ways]
+        return seconds_of_ways(spread, size)
+
+    def _ways(self, kind: str, ranks: Any, stride: Any) -> tuple[list[Way], Ints]:
+        first, at = distinct(np.stack([ranks, np.broadcast_to(stride, ranks.shape)], axis=1))
+        return self.cluster.ways(kind, ranks[first], np.broadcast_to(stride, ranks.shape)[first]), at
 
     @cached_property
     def groups(self) -> dict[str, tuple[Any, Any]]:
@@ -170,3 +238,7 @@ class Closest:
                 "edp_shard": (d.edp_shard, place), "edp_replicate": (d.edp_replicate, place * d.edp_shard),
             }  # fmt: skip
         return out
+
+
+def _at(value: Any, at: Ints) -> Any:
+    return value[at] if np.ndim(value) else value

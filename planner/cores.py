@@ -181,12 +181,18 @@ class Cores:
         if not parts:
             return []
         chosen = Costs.joined(parts)
-        good = np.flatnonzero(shape.holds(chosen, np.full(len(chosen), seconds), layers, memory=True))
+        at = np.flatnonzero(shape.holds(chosen, np.full(len(chosen), seconds), layers, memory=False))
+        if not len(at):
+            return []
+        chosen = chosen.take(at)
+        again = shape.again(chosen, layers)
+        good = np.flatnonzero(shape.settle(chosen, np.full(len(chosen), seconds), layers, memory=True, again=again)[0])
         if not len(good):
             return []
-        low = np.minimum(self.rows.seconds(np.array([one[i].row for i in good])), seconds)
-        found = shape.least(chosen.take(good), low, np.full(len(good), seconds), layers, steps=COARSE)
-        return [(float(b), one[i]) for b, i in zip(found, good, strict=True)]
+        at, again = at[good], [table[good] for table in again]
+        low = np.minimum(self.rows.seconds(np.array([one[i].row for i in at])), seconds)
+        found = shape.least(chosen.take(good), low, np.full(len(at), seconds), layers, steps=COARSE, again=again)
+        return [(float(b), one[i]) for b, i in zip(found, at, strict=True)]
 
     def _know_likely_path(self, key: Key, rows: Ints) -> None:
         """Keep the path that is longest where the ranks are balanced by seconds, which those of the schedule alone do not show."""
@@ -200,7 +206,7 @@ class Cores:
         ranks = self.shape(key).ranks
         folded = int(ranks[-1]) == 0
         loads = balanced(self.main.layers, pp, first + last if folded else first, 0.0 if folded else last, vpp)
-        seconds = np.array(dealt(ranks, loads, vpp))[:, None] * one
+        seconds = np.array(dealt(ranks, loads, vpp), float)[:, None] * one
         seconds[0] += ends[0]
         seconds[-1] += ends[1]
         f, b, w = seconds.T

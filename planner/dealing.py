@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations
 
+import numpy as np
+import numpy.typing as npt
+
 FREE = 2
 """Chunks a rank up to which any of them may hold the layer more."""
 
@@ -30,14 +33,10 @@ def order(vpp: int, *, tail: bool) -> tuple[int, ...]:
     return (*late[1:], late[0]) if tail else late
 
 
-def dealt(ranks: Sequence[int], loads: Sequence[int], vpp: int, way: int = 0) -> tuple[int, ...]:
-    """Layers of every chunk where each rank takes the ``way`` of its ways (the last one it has beyond)."""
-    out = [0] * len(ranks)
-    last = int(ranks[-1])
+def dealt(ranks: npt.NDArray[np.int64], loads: Sequence[int], vpp: int, way: int = 0) -> tuple[int, ...]:
+    """Layers of every chunk where each rank takes the ``way`` of its ways (the last one it has beyond); ``ranks``: of every chunk."""
+    out = np.zeros(len(ranks), np.int64)
     for rank, load in enumerate(loads):
-        some = ways(int(load), vpp, tail=rank == last)
-        sizes = iter(some[min(way, len(some) - 1)])
-        for chunk in range(len(ranks)):
-            if ranks[chunk] == rank:
-                out[chunk] = next(sizes)
-    return tuple(out)
+        some = ways(int(load), vpp, tail=rank == int(ranks[-1]))
+        out[ranks == rank] = some[min(way, len(some) - 1)]
+    return tuple(out.tolist())

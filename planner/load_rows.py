@@ -171,11 +171,12 @@ class Rows:
                 longest = (new + to_come[rank + 1][:, layers - used[at] - size].T).max(axis=1)
                 good = np.flatnonzero(longest < top)
                 kept.append((at[good], np.full(len(good), option), new[good], longest[good]))
-            at, choice, seconds, bound = (np.concatenate(x) for x in zip(*kept, strict=True))
+            at, choice = (np.concatenate([x[i] for x in kept]) for i in (0, 1))
+            seconds, bound = (np.concatenate([x[i] for x in kept]) for i in (2, 3))
             if len(at) > most:
                 order = np.argsort(bound, kind="stable")
-                beyond, most = min(beyond, float(bound[order[LIKELY]])), LIKELY
-                at, choice, seconds, bound = (x[order[:LIKELY]] for x in (at, choice, seconds, bound))
+                beyond, most, first = min(beyond, float(bound[order[LIKELY]])), LIKELY, order[:LIKELY]
+                at, choice, seconds, bound = at[first], choice[first], seconds[first], bound[first]
             used = used[at] + self.sizes[rank].sum(axis=1)[choice]
             rows = np.concatenate([rows[at], choice[:, None]], axis=1)
         return rows[np.argsort(bound, kind="stable")], beyond
@@ -216,7 +217,7 @@ class Rows:
         start, end = (np.array([getattr(o, name) for o in some]) for name in ("start", "end"))
         whole = least >= 1
         hidden = HIDDEN * (whole & last[:, None] & ~exact)
-        out = each @ self.sizes[rank].T + again * np.where(again >= NEVER, 1.0, least - hidden)
+        out: Floats = each @ self.sizes[rank].T + again * np.where(again >= NEVER, 1.0, least - hidden)
         out += first[:, None] * np.where(exact, start, number * c.start[0])
         out += last[:, None] * np.where(exact, np.where(whole, end, 0.0), number * np.where(whole, c.end_own[0], c.end[0]))
         return out

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cost_models.job import Job
 from cost_models.layout import RecomputeRule
-from planner.bulk import Bulk, lower_seconds
+from planner.bulk import Bulk, distinct, lower_seconds
 from planner.bulk_bytes import Held, Kept, held_of, kept_of
 from planner.space import Batch, Prefix, Space
 
@@ -126,12 +126,8 @@ class Rows(Sequence[Row]):
 
     @cached_property
     def _keyed(self) -> tuple[Ints, Ints]:
-        code = np.zeros(len(self), np.int64)
-        for i in range(7):
-            values, inverse = np.unique(self.table[:, i], return_inverse=True)
-            code = code * max(1, len(values)) + inverse
-        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-        return self.table[first, :7], inverse
+        first, at = distinct(self.table[:, :7])
+        return self.table[first, :7], at
 
     @cached_property
     def bulk(self) -> Bulk:

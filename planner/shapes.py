@@ -96,6 +96,27 @@ class Costs:
         return b"".join(np.ascontiguousarray(getattr(self, name)).tobytes() for name in self.__dataclass_fields__)
 
 
+Need = tuple[Ints, Floats | None]
+"""Paths, and of those column x path x number of layers: seconds of so many with the recompute that memory asks for (None: memory is left
+out)."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What columns cost along paths, whatever the time allowed: ``fixed`` seconds and those by which a leading layer is ``quicker``, column
+    x path; what whole layers need, by number of leading ones."""
+
+    costs: Costs
+    fixed: Floats
+    quicker: Floats
+    needs: list[Need]
+
+    def take(self, at: Ints) -> _Known:
+        """The columns ``at``."""
+        needs = [(paths, None if whole is None else whole[at]) for paths, whole in self.needs]
+        return _Known(self.costs.take(at), self.fixed[at], self.quicker[at], needs)
+
+
 Moment = tuple[Group, ...]
 """What ranks have in flight at a full moment of theirs: chunks alike, the two of a V-shaped schedule's rank apart, else all of them, with what
 the least of them has alive at least (in the mean of moments that makes this most)."""
@@ -186,7 +207,7 @@ class Shape:
         ranks, tables = np.arange(self.pp), self.again(c, layers)
         quicker = np.where(ranks < self.leading, c.quicker.sum(axis=1)[:, None], 0.0)
         work = (each[:, None] * np.arange(1, tables[0].shape[2] + 1))[:, None, :]
-        most = self._capacity(tables, budget, work, np.ones(self.pp), quicker, ranks, layers)
+        most = self._capacity(c, self._needs(tables, work, np.ones(self.pp), ranks), budget, quicker, layers)
         good: Bools = (most >= self.vpp).all(axis=1) & (most.sum(axis=1) >= layers)
         return good
 
@@ -211,23 +232,29 @@ class Shape:
         return self.settle(c, seconds, layers, memory=memory)[0]
 
     def settle(
-        self, c: Costs, seconds: Floats, layers: int, *, memory: bool, again: list[Floats] | None = None
+        self,
+        c: Costs,
+        seconds: Floats,
+        layers: int,
+        *,
+        memory: bool,
+        again: list[Floats] | None = None,
+        known: _Known | None = None,
     ) -> tuple[Bools, Floats, Floats]:
         """(whether a column may be done in ``seconds`` of pipeline, fewest and most layers of each rank if it is). ``again``: what
-        memory asks for, where it is known."""
+        memory asks for, ``known``: what the columns cost along paths, where that is known."""
         number = len(c)
         low = np.full((number, self.pp), float(self.vpp))
         high = np.full((number, self.pp), float(layers - (self.pp - 1) * self.vpp))
         alive = np.zeros(number, bool)
         at = np.arange(number)
-        tables = [] if not memory else self.again(c, layers) if again is None else again
+        if known is None:
+            known = self.known(c, [] if not memory else self.again(c, layers) if again is None else again)
         for _ in range(ROUNDS):
             if not len(at):
                 break
-            whole = len(at) == number
-            here = c if whole else c.take(at)
-            some = tables if whole else [table[at] for table in tables]
-            new = self._most_of_ranks(here, seconds[at], low[at], high[at], layers, some)
+            here = known if len(at) == number else known.take(at)
+            new = self._most_of_ranks(here, seconds[at], low[at], high[at], layers)
             total = new.sum(axis=1)
             good = (new >= self.vpp).all(axis=1) & (total >= layers)
             floor = np.maximum(low[at], layers - (total[:, None] - new))
@@ -238,53 +265,54 @@ class Shape:
         alive[at] = True
         return alive, low, high
 
-    def _most_of_ranks(self, c: Costs, seconds: Floats, low: Floats, high: Floats, layers: int, tables: list[Floats]) -> Floats:
-        """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
-        the others' least is too long already."""
+    def known(self, c: Costs, tables: list[Floats]) -> _Known:
+        """What columns cost along the paths kept so far; ``tables``: of ``again``, none where memory is left out."""
         t = self.table
         least = np.where(t.least_b >= 1, t.least_b - HIDDEN * t.ends, t.least_b)
-        budget = seconds[:, None] - self._fixed(c) - self._others(c, low, high, layers)
-        quicker = c.quicker @ t.lead_own
-        if tables:
-            work = t.work(c, tables[0].shape[2])
-            most = self._capacity(tables, budget, work, least, quicker, t.rank, layers)
-        else:
-            most = self._without_memory(c, budget, quicker)
-        by_rank = np.full((self.pp, len(c)), np.inf)
-        np.minimum.at(by_rank, t.rank, most.T)
+        work = t.work(c, tables[0].shape[2]) if tables else None
+        return _Known(c, self._fixed(c), c.quicker @ t.lead_own, self._needs(tables, work, least, t.rank))
+
+    def _most_of_ranks(self, known: _Known, seconds: Floats, low: Floats, high: Floats, layers: int) -> Floats:
+        """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
+        the others' least is too long already."""
+        budget = seconds[:, None] - known.fixed - self._others(known.costs, low, high, layers)
+        most = self._capacity(known.costs, known.needs, budget, known.quicker, layers)
+        by_rank = np.full((self.pp, len(known.costs)), np.inf)
+        np.minimum.at(by_rank, self.table.rank, most.T)
         out: Floats = np.minimum(high, by_rank.T)
         return out
 
-    def _capacity(
-        self, tables: list[Floats], budget: Floats, work: Floats, again: Floats, quicker: Floats, rank: Ints, layers: int
-    ) -> Floats:
-        """Column x path: most whole layers within ``budget`` seconds, n layers taking ``work`` (column x path x n), their recompute ``again``
-        times its seconds, a leading one ``quicker`` less; -1 where there is less than nothing."""
-        best = np.full(budget.shape, -1.0)
-        slack = ROUNDING * work[:, :, 0]
+    def _needs(self, tables: list[Floats], work: Floats | None, again: Floats, rank: Ints) -> list[Need]:
+        """What whole layers ask for, by number of leading ones: n layers take ``work`` seconds (column x path x n; one path: alike for
+        all), their recompute ``again`` times its seconds."""
+        out: list[Need] = []
         for leading in range(self.leading + 1):
             at = np.flatnonzero(rank + leading <= self.leading) if leading else np.arange(len(rank))
             if not len(at):
                 break
-            some = slice(None) if len(at) == len(rank) else at
-            room = budget[:, some] + leading * quicker[:, some]
-            table = tables[leading][:, rank[at]]
-            each = work if work.shape[1] == 1 else work[:, some]
-            fit = each + again[at, None] * table <= (room + (slack if work.shape[1] == 1 else slack[:, some]))[:, :, None]
-            fit &= table < NEVER
-            number = np.arange(1, table.shape[2] + 1)
-            most = np.where(fit, number, 0).max(axis=2).astype(float)
-            most = np.where(most == table.shape[2], float(layers), most)
-            best[:, at] = np.maximum(best[:, at], np.where(room < 0, -1.0, most))
-        return best
+            whole = None
+            if work is not None:
+                table = tables[leading][:, rank[at]]
+                each = work if work.shape[1] in (1, len(at)) else work[:, at]
+                whole = each - ROUNDING * each[:, :, :1] + again[at, None] * table
+                whole[table >= NEVER] = np.inf
+            out.append((at, whole))
+        return out
 
-    def _without_memory(self, c: Costs, budget: Floats, quicker: Floats) -> Floats:
-        """``_capacity`` where nothing recomputes."""
-        t = self.table
+    def _capacity(self, c: Costs, needs: list[Need], budget: Floats, quicker: Floats, layers: int) -> Floats:
+        """Column x path: most whole layers within ``budget`` seconds, a leading one taking ``quicker`` less; -1 where there is less than
+        nothing."""
         best = np.full(budget.shape, -1.0)
-        for leading in range(self.leading + 1):
-            room = budget + leading * np.where(t.rank + leading <= self.leading, quicker, 0.0)
-            best = np.maximum(best, np.where(room < 0, -1.0, t.most_within(c, np.maximum(room, 0.0))))
+        for leading, (at, whole) in enumerate(needs):
+            room = budget[:, at] + leading * quicker[:, at]
+            if whole is None:
+                most = self.table.most_within(c, np.maximum(room, 0.0), at)
+            else:
+                top = whole.shape[2]
+                fit = whole <= room[:, :, None]
+                most = np.where(fit.any(axis=2), top - fit[:, :, ::-1].argmax(axis=2), 0).astype(float)
+                most = np.where(most == top, float(layers), most)
+            best[:, at] = np.maximum(best[:, at], np.where(room < 0, -1.0, most))
         return best
 
     def _fixed(self, c: Costs) -> Floats:
@@ -300,31 +328,35 @@ class Shape:
         """Column x path: the least that chunks of other ranks add. Each rank holds ``low`` layers at least, and all hold
         ``layers``: what is left of what they can hold, at most, is missing anywhere."""
         t = self.table
-        by_low = self._along(c, low)
         ends = low[:, t.first_rank] * c.start[:, None] * (1 - t.starts) + low[:, t.last_rank] * c.end[:, None] * (1 - t.ends)
         missing = high.sum(axis=1) - layers
         worst = c.f[:, None] * t.peak[:, 0] + c.b[:, None] * t.peak[:, 1] + c.w[:, None] * t.peak[:, 2]
-        by_high = self._along(c, high) - missing[:, None] * worst
-        result: Floats = np.maximum(by_low, by_high) + ends
+        by_low, by_high = self._along(c, low, high)
+        result: Floats = np.maximum(by_low, by_high - missing[:, None] * worst) + ends
         return result
 
-    def _along(self, c: Costs, loads: Floats) -> Floats:
-        """Column x path: what these loads of other ranks add at least."""
-        whole, more = self.table.bare if c.hidden.any() else self.table.other
-        each = np.floor(loads / self.vpp)
-        rest = (loads - each * self.vpp)[:, :, None] == np.arange(1, self.vpp)
-        marks = rest.reshape(len(loads), -1).astype(float)
-        f, b, w = (each @ x.T + marks @ y.T for x, y in zip(whole, more, strict=True))
-        out: Floats = c.f[:, None] * f + c.b[:, None] * b + c.w[:, None] * w
+    def _along(self, c: Costs, *loads: Floats) -> Floats:
+        """Loads x column x path: what loads of other ranks add at least."""
+        some = np.stack(loads)
+        parts = [some]
+        if self.vpp > 1:
+            each = np.floor(some / self.vpp)
+            rest = (some - each * self.vpp)[..., None] == np.arange(1, self.vpp)
+            parts = [each, rest.reshape(*some.shape[:2], -1).astype(float)]
+        weighed = np.concatenate([seconds[:, None] * part for part in parts for seconds in (c.f, c.b, c.w)], axis=2)
+        out: Floats = weighed @ (self.table.bare if c.hidden.any() else self.table.other)
         return out
 
-    def least(self, c: Costs, low: Floats, high: Floats, layers: int, *, steps: int = 14) -> Floats:
+    def least(
+        self, c: Costs, low: Floats, high: Floats, layers: int, *, steps: int = 14, again: list[Floats] | None = None
+    ) -> Floats:
         """The least seconds between ``low`` (a known bound) and ``high`` that each column may be done in, to 1/2^steps of their
-        difference; ``high`` where it may not."""
-        low, high, again = low.copy(), high.copy(), self.again(c, layers)
+        difference; ``high`` where it may not. ``again`` as in ``settle``."""
+        low, high = low.copy(), high.copy()
+        known = self.known(c, self.again(c, layers) if again is None else again)
         for _ in range(steps):
             middle = (low + high) / 2
-            good = self.settle(c, middle, layers, memory=True, again=again)[0]
+            good = self.settle(c, middle, layers, memory=True, known=known)[0]
             high, low = np.where(good, middle, high), np.where(good, low, middle)
         return low
 
@@ -334,7 +366,7 @@ class _Table:
     """Paths as the propagation reads them, by path: ``rank`` whose work they follow; ``own`` coefficients (f, b, w, what pairs hide of f and
     b, start, end of one's own, end) x path of a layer in each of its chunks, ``more`` by way of dealing those of the layers that do not
     divide (0 to chunks - 1 of them); ``least_b`` the least b of its chunks; ``other``, ``bare`` (without what pairs hide) what other ranks'
-    chunks add: (path x rank of a layer in each, path x (rank, number) of those that do not divide, at least); ``peak`` the largest of other
+    chunks add: as ``_by_rank`` has it; ``peak`` the largest of other
     ranks' coefficients; ``most`` the largest coefficient of each chunk; ``lead_own`` and ``lead_others`` (f, b, w) those of the chunk of its
     own rank that may hold leading layers, and the largest of other ranks' such chunks; ``first``, ``last`` those of embedding and head;
     ``p2p`` transfers; ``starts``, ``ends`` whether the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
@@ -344,8 +376,8 @@ class _Table:
     own: Floats
     more: tuple[Floats, ...]
     least_b: Floats
-    other: tuple[Floats, Floats]
-    bare: tuple[Floats, Floats]
+    other: Floats
+    bare: Floats
     peak: Floats
     most: Floats
     lead_own: Floats
@@ -390,16 +422,16 @@ class _Table:
         assert out is not None
         return out
 
-    def most_within(self, c: Costs, room: Floats) -> Floats:
-        """Column x path: most layers of a path's own rank within ``room`` seconds."""
+    def most_within(self, c: Costs, room: Floats, at: Ints) -> Floats:
+        """Column x path: most layers of the own rank of paths ``at`` within ``room`` seconds."""
         weights = _weights(c)
-        round_ = np.maximum(weights @ self.own, 1e-30)
+        round_ = np.maximum(weights @ self.own[:, at], 1e-30)
         each = np.floor(room / round_ + ROUNDING)
         left, best = room - each * round_ + ROUNDING * round_, np.zeros(room.shape)
         for more in self.more:
             rest = np.zeros(room.shape)
             for number in range(1, self.vpp):
-                rest += weights @ more[:, :, number] <= left
+                rest += weights @ more[:, at, number] <= left
             best = np.maximum(best, rest)
         out: Floats = each * self.vpp + best
         return out
@@ -417,11 +449,13 @@ def _partial(steps: Floats) -> Floats:
     return out
 
 
-def _by_rank(three: Floats, mine: Bools, deals: Sequence[Ints]) -> tuple[Floats, Floats]:
-    """(f, b, w) coefficients of chunks as path x rank of a layer in each, and as path x (rank, number) of those that do not divide, in the
-    way that adds least."""
+def _by_rank(three: Floats, mine: Bools, deals: Sequence[Ints]) -> Floats:
+    """What a layer in each chunk of a rank adds to a path, by (f, b, w) and rank, then what 1, 2, ... layers that do not divide add in the way
+    that adds least, by (f, b, w), rank and number: as rows, path by path."""
     more = np.min([_partial(three[:, :, way])[..., 1:] for way in deals], axis=0)
-    return three @ mine.T.astype(float), more.reshape(*three.shape[:2], -1)
+    paths = three.shape[1]
+    rows = [three @ mine.T.astype(float), more.reshape(3, paths, -1)]
+    return np.concatenate([np.moveaxis(x, 1, 2).reshape(-1, paths) for x in rows])
 
 
 def _leading(three: Floats, rank: Ints, leading: int) -> tuple[Floats, Floats]:

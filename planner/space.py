@@ -12,9 +12,11 @@ rank alike are one, sequence parallelism goes with tp, and schedules need a pipe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 from cost_models.job import Job
@@ -29,7 +31,10 @@ from planner.wishes import require_choices
 from profiles.errors import InputError
 
 PREFIX_FIELDS = ("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp")
-SHARD_FIELDS = ("dp_replicate", "dp_shard", "zero", "order", "dispatcher", "offload")
+BATCH_FIELDS = ("micro_batch", "schedule", "vpp")
+SPLIT_FIELDS = ("dp_replicate", "dp_shard", "zero")
+WAY_FIELDS = ("order", "dispatcher", "offload")
+SHARD_FIELDS = (*SPLIT_FIELDS, *WAY_FIELDS)
 UNEVEN_VPP = 8
 """Chunks a rank beyond which uneven ones are left out: of one or two layers each, some would take twice as long as others."""
 
@@ -79,6 +84,10 @@ def _parts(kind: str, cp: int) -> tuple[int, int]:
     return (1, cp) if kind == "ulysses" else (cp, 1)
 
 
+_Asked = tuple[Rule, Callable[[Mapping[str, Any]], Any], dict[Any, bool]]
+"""A rule, what reads its fields from chosen values, and what it said of those that it was asked about."""
+
+
 class _Chosen:
     """A layout of which only some fields are chosen, as rules see it."""
 
@@ -91,6 +100,9 @@ class _Chosen:
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
+
+    def choose(self, fields: Sequence[str], values: Sequence[Any]) -> None:
+        self.__dict__.update(zip(fields, values, strict=True))
 
     @property
     def ring(self) -> int:
@@ -123,8 +135,8 @@ class Space:
         if offload and not self.limits.offload:
             rule = f"{self.limits.target} offloads nothing; plan it for another --execution"
             raise InputError("--allow-offload", True, rule, "--execution megatron")
-        self._memo: dict[tuple[str, tuple[Any, ...]], bool] = {}
-        self._rules: dict[tuple[frozenset[str], frozenset[str]], list[tuple[Rule, tuple[str, ...]]]] = {}
+        self._asked: dict[str, _Asked] = {}
+        self._rules: dict[tuple[frozenset[str], frozenset[str]], list[_Asked]] = {}
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
         self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
@@ -138,18 +150,23 @@ class Space:
 
     def _legal(self, chosen: _Chosen, known: frozenset[str], new: frozenset[str]) -> bool:
         """Whether no rule that reads one of the ``new`` fields, and only ``known`` ones, is broken."""
-        stage = (known, new)
-        rules = self._rules.get(stage)
+        rules = self._rules.get((known, new))
         if rules is None:
-            rules = [(r, tuple(sorted(r.reads))) for r in RULES.values() if r.reads <= known | new and r.reads & new]
-            self._rules[stage] = rules
+            rules = [self._asked_of(r) for r in RULES.values() if r.reads <= known | new and r.reads & new]
+            self._rules[known, new] = rules
+        return self._keeps(chosen, rules)
+
+    def _asked_of(self, rule: Rule) -> _Asked:
+        return self._asked.setdefault(rule.name, (rule, itemgetter(*sorted(rule.reads)), {}))
+
+    def _keeps(self, chosen: _Chosen, rules: Sequence[_Asked]) -> bool:
+        """Whether no rule is broken; each is asked once for the values that it reads."""
         values = chosen.__dict__
-        for rule, fields in rules:
-            at = (rule.name, tuple([values[f] for f in fields]))
-            good = self._memo.get(at)
+        for rule, read, known in rules:
+            at = read(values)
+            good = known.get(at)
             if good is None:
-                good = not rule.breaks(Case(self.job, chosen, self.limits))
-                self._memo[at] = good
+                good = known[at] = not rule.breaks(Case(self.job, chosen, self.limits))
             if not good:
                 return False
         return True
@@ -289,26 +306,32 @@ class Space:
     def _shard_choices(
         self, prefix: Prefix, orders: Sequence[str], dispatchers: Sequence[str], offloads: Sequence[tuple[str, ...]]
     ) -> Iterator[Shard]:
-        known = frozenset(PREFIX_FIELDS)
-        base = {f: getattr(prefix, f) for f in PREFIX_FIELDS}
-        new = frozenset(SHARD_FIELDS)
-        for replicate, shard, zero in self._sharding(prefix):
-            if not (self.allowed("dp_replicate", replicate) and self.allowed("dp_shard", shard) and self.allowed("zero", zero)):
+        chosen = _Chosen(**{f: getattr(prefix, f) for f in PREFIX_FIELDS})
+        ways = []
+        for way in product(orders, dispatchers, offloads):
+            chosen.choose(WAY_FIELDS, way)
+            if self._keeps(chosen, self._shard_rules[0]):
+                ways.append(way)
+        for split in self._sharding(prefix):
+            if not all(map(self.allowed, SPLIT_FIELDS, split)):
                 continue
-            for order in orders:
-                for dispatcher in dispatchers:
-                    for offload in offloads:
-                        chosen = _Chosen(
-                            **base,
-                            dp_replicate=replicate,
-                            dp_shard=shard,
-                            zero=zero,
-                            order=order,
-                            dispatcher=dispatcher,
-                            offload=offload,
-                        )
-                        if self._legal(chosen, known, new):
-                            yield Shard(replicate, shard, zero, order, dispatcher, offload)
+            chosen.choose(SPLIT_FIELDS, split)
+            if not self._keeps(chosen, self._shard_rules[1]):
+                continue
+            for way in ways:
+                chosen.choose(WAY_FIELDS, way)
+                if self._keeps(chosen, self._shard_rules[2]):
+                    yield Shard(*split, *way)
+
+    @cached_property
+    def _shard_rules(self) -> tuple[list[_Asked], list[_Asked], list[_Asked]]:
+        """The rules of a prefix's completions: those that read no split of dp, those that read a split alone, those that read both."""
+        split, way = set(SPLIT_FIELDS), set(WAY_FIELDS)
+        rules = [r for r in RULES.values() if r.reads <= {*PREFIX_FIELDS, *SHARD_FIELDS}]
+        parts = ([r for r in rules if r.reads & way and not r.reads & split], [r for r in rules if r.reads & split and not r.reads & way],
+                 [r for r in rules if r.reads & split and r.reads & way])  # fmt: skip
+        first, second, third = ([self._asked_of(r) for r in part] for part in parts)
+        return first, second, third
 
     def _sharding(self, prefix: Prefix) -> Iterator[tuple[int, int, int]]:
         dp, cp = prefix.dp, prefix.cp
@@ -346,27 +369,18 @@ class Space:
     def compatible(self, prefix: Prefix, batch: Batch, shard: Shard) -> bool:
         """Whether no rule that reads both a batch and a shard field is broken, and no exclusion of several fields is met."""
         values = self._values(prefix, batch, shard)
-        known = frozenset(values)
-        chosen = _Chosen(**values)
-        for rule in self._crossing:
-            if not rule.reads <= known:
-                continue
-            at = (rule.name, tuple(values[f] for f in sorted(rule.reads)))
-            if at not in self._memo:
-                self._memo[at] = not rule.breaks(Case(self.job, chosen, self.limits))
-            if not self._memo[at]:
-                return False
-        return not self._excluded(values)
+        return self._keeps(_Chosen(**values), self._crossing) and not self._excluded(values)
 
     @cached_property
-    def _crossing(self) -> list[Rule]:
-        batch, shard = {"micro_batch", "schedule", "vpp"}, set(SHARD_FIELDS)
-        return [r for r in RULES.values() if r.reads & batch and r.reads & shard and not r.reads & {"recompute", "stages"}]
+    def _crossing(self) -> list[_Asked]:
+        batch, shard = set(BATCH_FIELDS), set(SHARD_FIELDS)
+        known = {*PREFIX_FIELDS, *batch, *shard}
+        return [self._asked_of(r) for r in RULES.values() if r.reads & batch and r.reads & shard and r.reads <= known]
 
     def _values(self, prefix: Prefix, batch: Batch, shard: Shard) -> dict[str, Any]:
         return {
             **{f: getattr(prefix, f) for f in PREFIX_FIELDS},
-            **{f: getattr(batch, f) for f in ("micro_batch", "schedule", "vpp")},
+            **{f: getattr(batch, f) for f in BATCH_FIELDS},
             **{f: getattr(shard, f) for f in SHARD_FIELDS},
         }
 

@@ -357,7 +357,8 @@ def describe(thing: ClusterSpec | GpuProfile | Link) -> list[Row]:
             rows += _curve_rows(f"matmul.{dtype}", curve)
         for dtype, grouped in thing.grouped_curves.items():
             rows += _curve_rows(f"grouped.{dtype}", grouped)
-        return rows + _curve_rows("attention", thing.attention)
+        rows += _curve_rows("attention", thing.attention)
+        return rows + (_curve_rows("traffic", thing.traffic) if thing.traffic else [])
     rows.append(_row("peak_bytes_per_second", thing.peak_bytes_per_second))
     for name in ("hop_seconds", "tree_efficiency", "peer_seconds", "rails"):
         if getattr(thing, name) is not None:
@@ -389,7 +390,7 @@ UNITS = {
     "sqrt_seconds": "s/sqrt(B)", "protocol_switch_bytes": "B on a rank's wire",
     "tokens0": "tokens", "w0": "SMs/tile", "padding": "share", "weight_gradient": "x forward",
     "fp8_speed": "x bf16", "full_share": "of s0", "quantise_multiplier": "x 3mk bytes", "heldout_error": "fraction",
-    "head_dim_speed": "x head 128", "backward_ratio": "x forward",
+    "head_dim_speed": "x head 128", "backward_ratio": "x forward", "rates": "bytes/s at bytes a kernel",
 }  # fmt: skip
 
 

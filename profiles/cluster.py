@@ -8,6 +8,7 @@ Files and names: ``profiles.catalogue``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +24,18 @@ from profiles.operations import Number, larger, smaller, wire_bytes
 
 Way = tuple[Number, list[tuple[Number, Number]]]
 """One algorithm: its latency in seconds, and for each level (seconds a byte of the full buffer, seconds a square root of one)."""
+
+
+def seconds_of_ways(ways: Sequence[Way], bytes: Number) -> Number:
+    """Seconds of a collective of full buffer ``bytes`` by the fastest of some algorithms. Arrays welcome."""
+    root = np.sqrt(bytes) if isinstance(bytes, np.ndarray) else math.sqrt(bytes)
+    best: Number = None
+    for alpha, terms in ways:
+        slowest: Number = 0.0
+        for rate, c in terms:
+            slowest = larger(slowest, rate * bytes + c * root)
+        best = alpha + slowest if best is None else smaller(best, alpha + slowest)
+    return best
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -161,19 +174,11 @@ class ClusterSpec:
         neighbours that are furthest apart. Zero for one rank. Arrays welcome everywhere.
         """
         if isinstance(ranks, np.ndarray) or isinstance(stride, np.ndarray) or isinstance(sharing, np.ndarray):
-            ways = self._ways(kind, ranks, stride, sharing)
-        else:
-            key = (kind, ranks, stride, sharing)
-            found = self._known.get(key)
-            ways = found if found is not None else self._known.setdefault(key, self._ways(kind, ranks, stride, sharing))
-        root = np.sqrt(bytes) if isinstance(bytes, np.ndarray) else math.sqrt(bytes)
-        best: Number = None
-        for alpha, terms in ways:
-            slowest: Number = 0.0
-            for rate, c in terms:
-                slowest = larger(slowest, rate * bytes + c * root)
-            best = alpha + slowest if best is None else smaller(best, alpha + slowest)
-        return best
+            return seconds_of_ways(self.ways(kind, ranks, stride, sharing), bytes)
+        key = (kind, ranks, stride, sharing)
+        found = self._known.get(key)
+        ways = found if found is not None else self._known.setdefault(key, self.ways(kind, ranks, stride, sharing))
+        return seconds_of_ways(ways, bytes)
 
     def choice(self, kind: str, bytes: float, ranks: int, stride: int = 1) -> tuple[str, str]:
         """(algorithm, protocol) that NCCL takes for such a collective, as it is priced here: ``ring`` or ``tree``, with ``NVLS`` where an
@@ -184,8 +189,7 @@ class ClusterSpec:
         if kind in ("all_to_all", "send_recv"):
             return "direct", level.link.protocol(kind, bytes, ranks)
         seconds = [
-            alpha + max(rate * bytes + c * math.sqrt(bytes) for rate, c in terms)
-            for alpha, terms in self._ways(kind, ranks, stride, 1)
+            alpha + max(rate * bytes + c * math.sqrt(bytes) for rate, c in terms) for alpha, terms in self.ways(kind, ranks, stride)
         ]
         shape = "tree" if len(seconds) > 1 and seconds[1] < seconds[0] else "ring"
         reduced = kind == "all_reduce" and not own.network and own.in_switch(int(inside[first]))
@@ -197,8 +201,8 @@ class ClusterSpec:
     def _known(self) -> dict[tuple[str, Number, Number, Number], list[Way]]:
         return {}
 
-    def _ways(self, kind: str, ranks: Number, stride: Number, sharing: Number) -> list[Way]:
-        """Each algorithm's (latency, [(seconds a byte of the full buffer, c) of each level])."""
+    def ways(self, kind: str, ranks: Number, stride: Number = 1, sharing: Number = 1) -> list[Way]:
+        """Each algorithm that such a collective may run by (``seconds_of_ways`` prices it): what does not depend on its bytes."""
         inside = self.spread(ranks, stride)
         if kind == "send_recv":
             ways = [self._neighbours(ranks, inside, sharing)]

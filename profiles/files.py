@@ -91,24 +91,27 @@ def write_text(path: Path, text: str) -> None:
     """Write one file beside its place, then rename it there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with naming(path), os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with naming(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name ``path`` in an OSError that names no file, as the system's does for a write to a full disk."""
+    """Name ``path`` in an OSError that names no file, as the system's does for a write to a full disk, or one of ours beside it
+    (``.NAME.``...), which nobody asked for."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        ours = any(part.startswith(f".{path.name}.") for part in Path(str(error.filename or "")).parts[-2:])
+        if (error.filename is None or ours) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 

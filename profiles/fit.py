@@ -191,7 +191,7 @@ def nonnegative(columns: Array, measured: Array, rounds: int = 30) -> Array:
     return best
 
 
-def _folds(keys: Sequence[Any], folds: int) -> list[Array]:
+def folds_of(keys: Sequence[Any], folds: int) -> list[Array]:
     """Masks of held-out samples; samples of one key stay together, keys dealt out in a fixed shuffle."""
     distinct = list(dict.fromkeys(keys))
     order = np.random.default_rng(0).permutation(len(distinct))
@@ -200,12 +200,27 @@ def _folds(keys: Sequence[Any], folds: int) -> list[Array]:
     return [member == number for number in range(min(folds, len(distinct)))]
 
 
-def _held_out(fit: Callable[[Array], Array], predict: Callable[[Array], Array], measured: Array, masks: Sequence[Array]) -> Array:
+def thirds_of(values: Sequence[float]) -> list[Array]:
+    """Masks of held-out samples: every third of the distinct values, in their order."""
+    ordered = sorted(set(values))
+    third = [np.array([ordered.index(value) % 3 == part for value in values]) for part in range(3)]
+    return [mask for mask in third if mask.any() and not mask.all()]
+
+
+def held_out(fit: Callable[[Array], Array], predict: Callable[[Array], Array], measured: Array, masks: Sequence[Array]) -> Array:
     """Predicted/measured of each sample, predicted by a fit that has not seen it; NaN where no mask holds it out."""
     predicted = np.full(len(measured), np.nan)
     for mask in masks:
         predicted[mask] = predict(fit(~mask))[mask]
     return predicted / measured
+
+
+def best_of(
+    seconds: Callable[[Array, Any], Array], measured: Array, keep: Array, starts: Sequence[Array], low: Array, high: Array
+) -> Array:
+    """Parameters of ``seconds(parameters, rows)`` fitted to the samples that ``keep`` chooses, from the best of ``starts``."""
+    found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in starts]
+    return min(found, key=lambda p: _off(seconds(p, keep), measured[keep]))
 
 
 def _stated(ratios: Array) -> float:
@@ -260,12 +275,10 @@ def fit_matmul(
     starts = [np.array([0.9 * fastest, small / 2, 80, 80, 120, f0, g, 2.0]) for f0, g in ((5e11, 0.05), (5e12, 0.1), (5e13, 0.15))]
 
     def solve(keep: Array) -> Array:
-        tried = starts if derate else starts[:1]
-        found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in tried]
-        return min(found, key=lambda p: _off(seconds(p, keep), measured[keep]))
+        return best_of(seconds, measured, keep, starts if derate else starts[:1], low, high)
 
     everything = np.ones(len(measured), dtype=bool)
-    ratios = _held_out(solve, seconds, measured, _folds(list(zip(n, k, strict=True)), folds))
+    ratios = held_out(solve, seconds, measured, folds_of(list(zip(n, k, strict=True)), folds))
     return Fit(replace(curve(solve(everything)), heldout_error=_stated(ratios)), tuple(samples), ratios)
 
 
@@ -299,12 +312,9 @@ def fit_attention(
     starts = [np.array([fastest, small / 2, 400.0, w]) for w in (0.05, 1.5)]
 
     def solve(keep: Array) -> Array:
-        found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in starts]
-        return min(found, key=lambda p: _off(seconds(p, keep), measured[keep]))
+        return best_of(seconds, measured, keep, starts, low, high)
 
-    lengths = sorted({s.length for s in own})
-    third = [np.array([lengths.index(s.length) % 3 == part for s in own]) for part in range(3)]
-    ratios = _held_out(solve, seconds, measured, [mask for mask in third if mask.any() and not mask.all()])
+    ratios = held_out(solve, seconds, measured, thirds_of([s.length for s in own]))
     p = solve(np.ones(len(own), dtype=bool))
     speeds = {head_dim: 1.0}
     for other in sorted({s.head_dim for s in samples} - {head_dim}):
@@ -321,27 +331,30 @@ def fit_attention(
     return Fit(curve, tuple(own), ratios)
 
 
-def protocol_switch(wire: Array, measured: Array) -> float | None:
-    """The bytes on a rank's wire at which two lines cross, the lower of which is fitted to the times: of a protocol with little latency
-    and of one with much bandwidth (NCCL's LL and Simple). None where one line does as well, or they do not cross among the samples."""
+def two_lines(wire: Array, measured: Array) -> tuple[Callable[..., Array], Callable[[Array], Array]]:
+    """(seconds, fit) of the lower of two lines over the bytes on a rank's wire: of a protocol with little latency and of one with much
+    bandwidth (NCCL's LL and Simple). ``seconds(p)`` of all samples or, ``seconds(p, rows)``, of some; ``fit(keep)`` to those chosen."""
     small, large = np.argmin(wire), np.argmax(wire)
     latency, rate = float(measured[small]), float(measured[large] / wire[large])
 
-    def seconds(p: Array) -> Array:
-        return np.asarray(np.minimum(p[0] + p[1] * wire, p[2] + p[3] * wire))
+    def seconds(p: Array, at: Any = slice(None)) -> Array:
+        return np.asarray(np.minimum(p[0] + p[1] * wire[at], p[2] + p[3] * wire[at]))
 
     starts = [np.array([latency, slower * rate, later * latency, rate]) for slower in (2.0, 6.0) for later in (1.5, 4.0)]
-    low, high = (
-        np.array([0.2 * latency, 0.5 * rate, 0.5 * latency, 0.2 * rate]),
-        np.array([2, 50, 50, 2]) * [latency, rate, latency, rate],
-    )
-    a1, b1, a2, b2 = min(
-        (minimise(seconds, measured, start, low, high) for start in starts), key=lambda p: _off(seconds(p), measured)
-    )
+    unit = np.array([latency, rate, latency, rate])
+    low, high = np.array([0.2, 0.5, 0.5, 0.2]) * unit, np.array([2, 50, 50, 2]) * unit
+    return seconds, lambda keep: best_of(seconds, measured, keep, starts, low, high)
+
+
+def protocol_switch(wire: Array, measured: Array) -> float | None:
+    """The bytes on a rank's wire at which the two lines cross (``two_lines``). None where one line does as well, or they do not cross
+    among the samples."""
+    _, solve = two_lines(wire, measured)
+    a1, b1, a2, b2 = solve(np.ones(len(wire), dtype=bool))
     if b1 <= b2 or a2 <= a1:
         return None
     crossing = float((a2 - a1) / (b1 - b2))
-    return float(f"{crossing:.3g}") if wire[small] < crossing < wire[large] else None
+    return float(f"{crossing:.3g}") if wire.min() < crossing < wire.max() else None
 
 
 def fit_collective(
@@ -364,7 +377,7 @@ def fit_collective(
             def solve(keep: Array, table: Array = table, measured: Array = measured) -> Array:
                 return nonnegative(table[keep], measured[keep])
 
-            ratios = _held_out(solve, lambda p, table=table: table @ p, measured, [~even, even])  # type: ignore[misc]
+            ratios = held_out(solve, lambda p, table=table: table @ p, measured, [~even, even])  # type: ignore[misc]
             alpha, inverse, root = solve(np.ones(len(own), dtype=bool))
             curve = CollectiveCurve(
                 ranks=ranks, alpha_seconds=float(f"{alpha:.5g}"), bytes_per_second=float(f"{1 / max(inverse, 1e-15):.5g}"),
@@ -408,10 +421,9 @@ def fit_experts(
     starts = [np.array([0.9, tokens0, 0.3, small / 2, extra, extra]) for tokens0, extra in ((50.0, 12.0), (150.0, 4.0))]
 
     def solve(keep: Array) -> Array:
-        found = [minimise(lambda p: seconds(p, keep), measured[keep], start, low, high) for start in starts]
-        return min(found, key=lambda p: _off(seconds(p, keep), measured[keep]))
+        return best_of(seconds, measured, keep, starts, low, high)
 
-    ratios = _held_out(solve, seconds, measured, _folds([s.case for s in samples], folds))
+    ratios = held_out(solve, seconds, measured, folds_of([s.case for s in samples], folds))
     v = [float(f"{value:.4g}") for value in solve(np.ones(len(samples), dtype=bool))]
     curve = GroupedCurve(
         efficiency=min(v[0], 1.0), tokens0=v[1], padding=v[2], t0_seconds=float(f"{v[3] / 2:.4g}"), weight_gradient=weight_gradient,

@@ -6,7 +6,7 @@ Forms (constants and held-out errors: docs/hardware.md; F the FLOPs, P the datas
   derate of a hot chip; in training the chip is hot all the time, so ``sustained=True`` evaluates it at ``max(F, F*)``.
 * grouped product: the same with T tokens a group for m, T0 for m0, and T padded to the kernel's tile
 * attention: ``t = t0 + F/(eff P) (1 + s0/s) (1 + w0 SM/tiles)``, s = twice the mean keys a query sees (the length, when causal)
-* pointwise: ``kernels t_launch + bytes/(memory rate)``
+* pointwise: ``kernels t_launch + bytes/(memory rate)``; on a CPU the rate depends on what a kernel moves (``TrafficCurve``)
 
 Operation sizes may be numpy arrays; the seconds are then an array.
 """
@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
@@ -137,6 +138,26 @@ class AttentionCurve:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrafficCurve:
+    """Memory rate by what a kernel moves, where caches and page faults make it depend on that (a CPU): ``rates`` maps bytes to bytes/s;
+    straight lines in logarithms between the sizes, the same rate beyond the ends."""
+
+    rates: dict[int, float] = Field(min_length=2)
+    origin: Origin
+    source: str = Field(min_length=3)
+
+    @cached_property
+    def _logs(self) -> tuple[np.ndarray, np.ndarray]:
+        sizes = sorted(self.rates)
+        return np.log(sizes), np.log([self.rates[size] for size in sizes])
+
+    def rate(self, moved: Number) -> Number:
+        """Bytes/s of kernels that move ``moved`` bytes (at least one) each."""
+        found = np.exp(np.interp(np.log(larger(moved, 1.0)), *self._logs))
+        return found if isinstance(moved, np.ndarray) else float(found)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class GpuFacts:
     """The constants of a GPU that are not curves. Memory figures are bytes, rates bytes/s, both per GPU."""
 
@@ -165,6 +186,8 @@ class GpuProfile:
     matmul: dict[str, MatmulCurve]
     attention: AttentionCurve
     grouped: dict[str, GroupedCurve] = Field(default_factory=dict)
+    traffic: TrafficCurve | None = None
+    """Where there is none, pointwise work of every size runs at the achieved rate."""
     aliases: list[str] = Field(default_factory=list)
     host: str = ""
     date: str = ""
@@ -300,7 +323,11 @@ class GpuProfile:
             return self._grouped_matmul(op, sustained)
         if isinstance(op, Attend):
             return self._attend(op, sustained, kernel)
-        return op.kernels * self.launch_seconds + op.bytes / self.memory_bytes_per_second
+        return op.kernels * self.launch_seconds + op.bytes / self.memory_rate(op)
+
+    def memory_rate(self, op: Pointwise) -> Number:
+        """Bytes/s at which pointwise work of this size runs."""
+        return self.traffic.rate(op.bytes / larger(op.kernels, 1)) if self.traffic else self.memory_bytes_per_second
 
     def _speed(self, sustained: bool) -> tuple[float, float]:
         """(FLOPs at which the derate is evaluated at least, speed factor)."""
@@ -354,11 +381,16 @@ class GpuProfile:
         return 2 * forward if op.backward else forward
 
     def faster(self, **changes: float) -> GpuProfile:
-        """The same GPU with some facts at other values (calibration): ``faster(sustained_matmul_speed=0.8)``; origin ``fitted``."""
+        """The same GPU with some facts at other values (calibration): ``faster(sustained_matmul_speed=0.8)``; origin ``fitted``. Another
+        memory rate moves those by size with it."""
         facts: dict[str, Any] = {}
         for name, value in changes.items():
             old = getattr(self.facts, name, None)
             if old is None:
                 raise InputError("constant", name, f"{self.name} has no such constant", None)
             facts[name] = Constant(value, old.unit, "fitted", f"calibrated; was {old.value:g} ({old.origin})")
-        return replace(self, facts=replace(self.facts, **facts))
+        traffic, name = self.traffic, "memory_achieved_bytes_per_second"
+        if traffic and name in changes:
+            factor = changes[name] / self.memory_bytes_per_second
+            traffic = replace(traffic, rates={size: rate * factor for size, rate in traffic.rates.items()}, origin="fitted")
+        return replace(self, facts=replace(self.facts, **facts), traffic=traffic)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from profiles.catalogue import cluster_names, describe, gpu_names, load_cluster, load_gpu, load_link, to_yaml
 from profiles.cluster import ClusterSpec, Level, Pool
-from profiles.gpu import AttentionCurve, Constant, GpuFacts, GpuProfile, GroupedCurve, MatmulCurve
+from profiles.gpu import AttentionCurve, Constant, GpuFacts, GpuProfile, GroupedCurve, MatmulCurve, TrafficCurve
 from profiles.links import CollectiveCurve, Link
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Link",
     "MatmulCurve",
     "Pool",
+    "TrafficCurve",
     "cluster_names",
     "describe",
     "gpu_names",

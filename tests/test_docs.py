@@ -278,6 +278,12 @@ def test_every_page_is_in_the_site_and_every_link_between_pages_leads_somewhere(
                 assert (page.parent / target).exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
 
 
+def test_every_module_of_the_costs_is_on_the_map_of_their_page():
+    places = (REPOSITORY / "docs" / "costs.md").read_text().split("## Where what lies")[1].split("\n## ")[0]
+    modules = {path.stem for path in (REPOSITORY / "cost_models").glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"`(\w+)`", places)) == modules
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_site_builds_without_a_warning(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 
 from profiles.errors import InputError
+from profiles.files import naming
 
 
 def fill(template: str, **values: str) -> str:
@@ -32,18 +33,19 @@ def write_folder(out: Path, contents: dict[str, str], executable: tuple[str, ...
         if strangers:
             raise InputError("--out", out, f"holds other files ({strangers[0]}); name a new or empty folder", f"{out}-plan")
     out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        for name, text in contents.items():
-            path = staging / name
-            path.write_text(text, encoding="utf-8")
-            if name in executable:
-                path.chmod(0o755)
-        staging.chmod(0o755)
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(staging, out)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    with naming(out):
+        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            for name, text in contents.items():
+                path = staging / name
+                path.write_text(text, encoding="utf-8")
+                if name in executable:
+                    path.chmod(0o755)
+            staging.chmod(0o755)
+            if out.exists():
+                shutil.rmtree(out)
+            os.replace(staging, out)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
     return [out / name for name in contents]

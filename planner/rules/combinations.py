@@ -28,9 +28,8 @@ TERMS: dict[str, tuple[str, Callable[[Case], bool]]] = {
 @rule("target", "tp cp ep dp_replicate dp_shard zero offload", "the target has these features together")
 def combination_is_expressible(case: Case) -> Iterator[Break]:
     for entry in case.limits.excluded:
-        terms = [TERMS[name] for name in entry["with"]]
-        if all(holds(case) for _, holds in terms):
-            field = terms[0][0]
+        if all(TERMS[name][1](case) for name in entry["with"]):
+            field = TERMS[entry["with"][0]][0]
             value = getattr(case.layout, field)
             shown = "+".join(value) if field == "offload" else value
             repairs: tuple[Any, ...] | None = (

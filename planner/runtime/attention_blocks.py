@@ -191,11 +191,11 @@ def _backward_in_parts(
         got = attend_backward(
             grad[rows], q[rows], keys, values, out[rows], low, None, None, part.q_spans, part.k_spans, 0, 0, scale
         )  # fmt: skip
-        dq[rows] += got[0]
+        dq[rows].add_(got[0])
         sizes = [place.stop - place.start for place in part.keys]
         for place, for_k, for_v in zip(part.keys, got[1].split(sizes), got[2].split(sizes), strict=True):
-            dk[place] += for_k
-            dv[place] += for_v
+            dk[place].add_(for_k)
+            dv[place].add_(for_v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -207,10 +207,10 @@ class _Ring(torch.autograd.Function):
             theirs = (t[keys].contiguous() for t in blocks)
             low = lse[:, :, rows].contiguous()
             parts = kernels.attend_grad(grad[rows], q[rows], *theirs, out[rows], low, *ring.arguments(source, rows, keys))
-            dq[rows] += parts[0]
+            dq[rows].add_(parts[0])
             sums = list(following.wait())
-            sums[0][keys] += parts[1]
-            sums[1][keys] += parts[2]
+            sums[0][keys].add_(parts[1])
+            sums[1][keys].add_(parts[2])
         dk, dv = ring.send(tuple(sums)).wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sink_grad, None, None, None, None
 

@@ -168,10 +168,12 @@ def _cross_entropy_backward(logits: Tensor, targets: Tensor, lse: Tensor, scale:
     if logits.shape[1] == 0:
         return out
     for rows in _pieces(logits):
-        probability = (logits[rows].to(lse.dtype) - lse[rows].unsqueeze(1)).exp_()
+        place = out[rows] if out.dtype == lse.dtype else None  # where no other type is needed, nothing beside the result is made
+        probability = torch.sub(logits[rows], lse[rows].unsqueeze(1), out=place).exp_()
         local, inside = _local_targets(targets[rows], start, logits.shape[1])
-        probability.scatter_add_(1, local.unsqueeze(1), -inside.to(lse.dtype).unsqueeze(1))
-        out[rows] = probability.mul_(scale[rows].unsqueeze(1)).to(logits.dtype)
+        probability.scatter_add_(1, local.unsqueeze(1), -inside.to(lse.dtype).unsqueeze(1)).mul_(scale[rows].unsqueeze(1))
+        if place is None:
+            out[rows] = probability
     return out
 
 

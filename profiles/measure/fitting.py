@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from profiles import fit
-from profiles.hardware import AttentionCurve, CollectiveCurve, Constant, GpuFacts, GpuProfile, Link, MatmulCurve
+from profiles.hardware import AttentionCurve, CollectiveCurve, Constant, GpuFacts, GpuProfile, Link, MatmulCurve, TrafficCurve
 from profiles.measure.plan import LAYER_MIX
 from profiles.measure.samples import Sample, usable
 from profiles.operations import BYTES, Attend, Collective, Matmul, Pointwise, wire_bytes
@@ -38,7 +38,10 @@ def gpu_profile(samples: Sequence[Sample], facts: dict[str, Any]) -> GpuProfile:
     products: dict[str, list[Sample[Matmul]]] = {}
     for sample in usable(samples, Matmul):
         products.setdefault(sample.operation.dtype, []).append(sample)
-    rate = memory_rate(samples, facts["launch_seconds"], mixed=not cuda)
+    mixed = (
+        {} if cuda else mixed_rates(samples, facts["launch_seconds"])
+    )  # exponentials and unfused norms cost a CPU more than traffic
+    rate = float(np.exp(np.mean(np.log(list(mixed.values()))))) if mixed else memory_rate(samples, facts["launch_seconds"])
     traffic = fastest_traffic(samples, rate)
     fitted = {d: fit_products(s, source, memory=traffic, derate=cuda) for d, s in products.items() if len(s) >= FEWEST_PRODUCTS}
     if not fitted:
@@ -68,6 +71,7 @@ def gpu_profile(samples: Sequence[Sample], facts: dict[str, Any]) -> GpuProfile:
         peaks=peaks,
         matmul=matmul,
         attention=attention,
+        traffic=TrafficCurve(rates=mixed, origin="measured", source=source) if len(mixed) > 1 else None,
         host=str(facts.get("host", "")),
         date=str(facts.get("date", "")),
     )
@@ -141,21 +145,35 @@ def fit_attention(
     ).curve  # fmt: skip
 
 
-def memory_rate(samples: Sequence[Sample], launch_seconds: float, *, mixed: bool) -> float:
-    """Bytes/s at which pointwise work runs. ``mixed`` (CPU, where exponentials and unfused norms cost more than traffic): what a
-    layer's mix of forms achieves, the geometric mean over sizes; else (GPU) what plain traffic achieves on large tensors.
-    ``launch_seconds`` a kernel are taken off first."""
-    rates: dict[str, list[float]] = {}
+def memory_rate(samples: Sequence[Sample], launch_seconds: float) -> float:
+    """Bytes/s of plain traffic on large tensors, ``launch_seconds`` a kernel taken off."""
+    rates = traffic_rates(samples, launch_seconds)
+    plain = [found["add"] for found in rates.values() if "add" in found] or [max(found.values()) for found in rates.values()]
+    return max(plain)
+
+
+def mixed_rates(samples: Sequence[Sample], launch_seconds: float) -> dict[int, float]:
+    """Bytes/s of a layer's mix of pointwise forms by what a kernel moves, where all of the mix was timed; more bytes never take less
+    time."""
+    rates: dict[int, float] = {}
+    least = 0.0
+    for size, found in traffic_rates(samples, launch_seconds).items():
+        if LAYER_MIX.keys() <= found.keys():
+            least = max(least, size * sum(part / found[form] for form, part in LAYER_MIX.items()) / sum(LAYER_MIX.values()))
+            rates[size] = float(f"{size / least:.4g}")
+    return rates
+
+
+def traffic_rates(samples: Sequence[Sample], launch_seconds: float) -> dict[int, dict[str, float]]:
+    """Bytes/s by what a kernel moves, ascending, and form; launches taken off. Raises TooFew where there are none."""
+    rates: dict[int, dict[str, float]] = {}
     for s in usable(samples, Pointwise):
         op = s.operation
-        rates.setdefault(s.form, []).append(op.bytes / max(s.seconds - op.kernels * launch_seconds, 0.2 * s.seconds))
+        busy = max(s.seconds - op.kernels * launch_seconds, 0.2 * s.seconds)
+        rates.setdefault(round(op.bytes / op.kernels), {})[s.form] = op.bytes / busy
     if not rates:
         raise TooFew("no memory traffic was measured")
-    mix = {form: LAYER_MIX[form] for form in rates if form in LAYER_MIX}
-    if mixed and mix:
-        typical = {form: float(np.exp(np.mean(np.log(rates[form])))) for form in mix}
-        return sum(mix.values()) / sum(part / typical[form] for form, part in mix.items())
-    return max(rates.get("add") or next(iter(rates.values())))
+    return dict(sorted(rates.items()))
 
 
 def fastest_traffic(samples: Sequence[Sample], rate: float) -> float:

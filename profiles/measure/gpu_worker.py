@@ -15,14 +15,16 @@ from profiles.measure import kernels, plan
 from profiles.measure.bench import Bench, Report, Section
 from profiles.measure.together import Together
 
-FEWEST_PRODUCTS, FEWEST_ATTENTIONS, FEWEST_TRAFFIC = 10, 9, 3
+FEWEST_PRODUCTS, FEWEST_ATTENTIONS, FEWEST_TRAFFIC = 10, 13, 2 * len(kernels.KERNELS)
 """Candidates without which no curve can be fitted (``fitting``), with a few to spare: they are taken even over budget."""
 CANDIDATE_SECONDS = {"cpu": 0.2, "cuda": 0.08}
 LONGEST_CALL_SECONDS = {"cpu": 0.12, "cuda": 0.02}
 """The FLOPs of the largest products timed follow from how fast the device turns out to be and this."""
-POINTWISE_BYTES = {"cpu": (8 << 20, 32 << 20, 2 << 20), "cuda": (256 << 20, 64 << 20, 1 << 30, 16 << 20)}
-"""Most telling first: a few thousand tokens of a small model on a CPU, of a large one on a GPU."""
-JUDGE_BYTES = {"cpu": (16 << 20, 4 << 20), "cuda": (128 << 20, 512 << 20)}
+POINTWISE_BYTES = {
+    "cpu": (8 << 20, 32 << 20, 2 << 20, 16 << 20, 64 << 20, 4 << 20, 1 << 20), "cuda": (256 << 20, 64 << 20, 1 << 30, 16 << 20)
+}  # fmt: skip
+"""Bytes a kernel moves, most telling first: a few thousand tokens of a small model on a CPU, of a large one on a GPU."""
+JUDGE_BYTES = {"cpu": (12 << 20, 24 << 20, 3 << 20), "cuda": (128 << 20, 512 << 20)}
 """Sizes between those, held out of the fit."""
 
 

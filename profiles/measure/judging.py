@@ -84,7 +84,7 @@ def _traffic(profile: GpuProfile, judges: Sequence[Sample[Pointwise]]) -> list[f
     mix = LAYER_MIX if profile.is_host else {"add": 1.0}
     sizes: defaultdict[float, dict[str, Sample[Pointwise]]] = defaultdict(dict)
     for sample in judges:
-        sizes[float(sample.operation.bytes)][sample.form] = sample
+        sizes[sample.operation.bytes / sample.operation.kernels][sample.form] = sample
     found = []
     for forms in sizes.values():
         if mix.keys() <= forms.keys():

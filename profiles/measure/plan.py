@@ -101,12 +101,12 @@ JUDGES = ((640, 4, 1), (320, 8, 2), (896, 8, 1), (1536, 8, 1), (3072, 16, 1), (6
 
 
 def attentions(dtype: str, bounds: Bounds, *, head_dims: Sequence[int], longest: int) -> Iterator[Sample]:
-    """Causal attention over sequence lengths, heads and batches at the first of ``head_dims``, every second also backward; from the
-    fifth on also at the others. After each second of them one of ``JUDGES``, both ways."""
+    """Causal attention over sequence lengths, heads and batches at the first of ``head_dims``, forward and backward; from the fifth on also
+    at the others. After each second of them one of ``JUDGES``, both ways."""
     judges = iter(JUDGES)
     for place, (length, heads, batch) in enumerate(SEQUENCES):
         for head_dim in head_dims[:1] if place < 4 else head_dims:
-            for backward in (False, True) if place % 2 == 0 else (False,):
+            for backward in (False, True):
                 yield from _attention(dtype, bounds, (length, heads, batch, head_dim), backward, longest)
         judge = next(judges, None) if place % 2 else None
         if judge is not None:
@@ -125,11 +125,11 @@ def _attention(
 
 
 def pointwises(bounds: Bounds, *, forms: dict[str, int], sizes: Sequence[int], judges: Sequence[int] = ()) -> Iterator[Sample]:
-    """Memory traffic of each form of layer work at each of ``sizes`` bytes; after the first, those of ``LAYER_MIX`` also at ``judges``,
-    held out of the fit."""
+    """Memory traffic of each form of layer work (its kernels beside it) at each of ``sizes`` bytes a kernel; after the first two, those of
+    ``LAYER_MIX`` also at ``judges``, held out of the fit."""
     judged = {form: kernels for form, kernels in forms.items() if form in LAYER_MIX}
-    for size in (*sizes[:1], *judges, *sizes[1:]):
+    for size in (*sizes[:2], *judges, *sizes[2:]):
         held_out = size in judges
-        if size <= bounds.bytes:
-            own = judged if held_out else forms
-            yield from (Sample(Pointwise(size, kernels), form=form, held_out=held_out) for form, kernels in own.items())
+        for form, kernels in (judged if held_out else forms).items():
+            if size * kernels <= bounds.bytes:
+                yield Sample(Pointwise(size * kernels, kernels), form=form, held_out=held_out)

@@ -191,12 +191,16 @@ def _traffic(axis: Any, profile: GpuProfile, samples: Sequence[Sample]) -> None:
     timed = usable(samples, Pointwise, held_out=None)
     for colour, form in zip(COLOURS, sorted({s.form for s in timed}), strict=False):
         part = sorted((s for s in timed if s.form == form), key=lambda s: s.operation.bytes)
-        sizes = [s.operation.bytes for s in part]
-        axis.plot(sizes, [size / s.seconds for s, size in zip(part, sizes, strict=True)], color=colour, linewidth=0.9, label=form)
+        sizes, moved = [s.operation.bytes / s.operation.kernels for s in part], [s.operation.bytes for s in part]
+        axis.plot(sizes, [work / s.seconds for s, work in zip(part, moved, strict=True)], color=colour, linewidth=0.9, label=form)
         _points(axis, part, sizes, colour)
-    axis.axhline(profile.memory_bytes_per_second, color=INK, linestyle="--", linewidth=1, label="used for pointwise work")
+    every = np.array([s.operation.bytes / s.operation.kernels for s in timed] or [1.0])
+    size = np.geomspace(every.min(), every.max(), 60)
+    axis.plot(
+        size, size / profile.seconds(Pointwise(size, 0)), color=INK, linestyle="--", linewidth=1, label="used for pointwise work"
+    )
     axis.set_xscale("log", base=2)
-    axis.set(title="Memory traffic", xlabel="bytes moved", ylabel="bytes/s", ylim=(0, None))
+    axis.set(title="Memory traffic", xlabel="bytes a kernel moves", ylabel="bytes/s", ylim=(0, None))
     _ticks(axis.xaxis, _size, base=2)
     axis.yaxis.set_major_formatter(_rate)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)

@@ -23,7 +23,7 @@ BUSY_SHARE = 0.10
 SHARED_SPREAD = 0.30
 """The same where more threads measure than there are cores, so that the scheduler's turns show."""
 
-OVERTIME, LEAST_OVERTIME_SECONDS = 2.5, 20.0
+OVERTIME, LEAST_OVERTIME_SECONDS = 2.5, 45.0
 """How far a budget may be exceeded to measure what a fit needs at least: this many times, and this long however short it was."""
 
 

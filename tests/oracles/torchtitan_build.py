@@ -3,6 +3,7 @@
 Reads JSON lines {"world", "rank", "files": {name: text}, "build"} and answers one JSON line each: {"ok": true, "dims", "parameters"} or
 {"ok": false, "stage", "error"}. Each case is a process of its own forked from this one, which has everything imported: torch's
 process groups cannot be made twice with other sizes. No GPU: the device is the CPU, groups are torch's fake ones, Triton is a stand-in.
+``AXISPLAN_TORCHTITAN`` names a checkout that takes the place of the installed release (it wants grain beside it).
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def prepare() -> None:
 
 
 prepare()
+if checkout := os.environ.get("AXISPLAN_TORCHTITAN"):
+    sys.path.insert(0, checkout)
 import torch  # noqa: E402
 import torchtitan.hf_datasets.text_datasets  # noqa: E402
 import torchtitan.trainer  # noqa: E402, F401

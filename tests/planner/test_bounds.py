@@ -16,6 +16,7 @@ from cost_models.memory import stage_memory
 from cost_models.step import estimate
 from planner.columns import units
 from planner.cores import Cores
+from planner.dealing import ways
 from planner.heuristic import quick
 from planner.loads import best_loads
 from planner.search import Search
@@ -63,8 +64,24 @@ def test_passes_by_arrays_are_those_of_the_estimate(name: str) -> None:
         assert many.embedding[0] == pytest.approx(one.embedding, rel=1e-9)
 
 
+def test_prediction_modules_take_no_less_than_their_bound_under_any_dispatcher() -> None:
+    j = made("dense layers first in megatron")
+    search, cores = cores_of(j)
+    rows, quickest = search.rows, set()
+    for i in random.Random(1).sample(range(len(rows)), 20):
+        row, ways = rows[i], {}
+        for dispatcher in search.space.limits.dispatchers:
+            shard = Shard(1, row.prefix.dp, 1, "tp-cp-dp-pp", dispatcher)
+            one = units(j, search.space.layout(row.prefix, row.batches[0], shard), search.modes)
+            ways[dispatcher] = sum(one.least_head)
+        least = min(ways, key=ways.__getitem__)
+        quickest.add(least)
+        assert cores.passes(np.array([i])).head.sum() <= ways[least] * (1 + 1e-9)
+    assert len(quickest) > 1
+
+
 def uneven(rng: random.Random, layers: int, schedule: str, pp: int, vpp: int) -> tuple[int, ...] | None:
-    """A split of the declared space: loads near even, the chunks of a rank within one layer."""
+    """A split of the declared space: loads near even, dealt to a rank's chunks in one of the ways there are."""
     chunks = pp * vpp
     loads = [layers // pp + (r < layers % pp) for r in range(pp)]
     for _ in range(rng.choice([0, 1, 2, 5]) if pp > 1 else 0):
@@ -75,9 +92,8 @@ def uneven(rng: random.Random, layers: int, schedule: str, pp: int, vpp: int) ->
     out = [0] * chunks
     for rank, load in enumerate(loads):
         held = [rank, 2 * pp - 1 - rank] if schedule in V_SHAPED else [rank + k * pp for k in range(vpp)]
-        more = set(rng.sample(range(vpp), load % vpp))
-        for place, chunk in enumerate(held):
-            out[chunk] = load // vpp + (place in more)
+        for chunk, size in zip(held, rng.choice(ways(load, vpp, tail=held[-1] == chunks - 1)), strict=True):
+            out[chunk] = size
     return tuple(out)
 
 
@@ -194,10 +210,11 @@ def test_a_class_may_be_done_in_the_time_of_two_hundred_answers_whose_ranks_reco
     no_class_is_slower_than_its_tight_answers(name, 200, 1)
 
 
-def even_on_ranks(ranks: Any, stages: Sequence[int]) -> bool:
-    """Whether the chunks of every rank differ by at most one layer: the declared space of schedules with several."""
-    sizes = np.asarray(stages)
-    return all(np.ptp(sizes[ranks == rank]) <= 1 for rank in set(ranks.tolist()))
+def declared(ranks: Any, stages: Sequence[int]) -> bool:
+    """Whether every rank's layers lie in its chunks in one of the ways of the declared space."""
+    sizes, last = np.asarray(stages), ranks[-1]
+    held = {rank: sizes[ranks == rank] for rank in set(ranks.tolist())}
+    return all(tuple(some) in ways(int(some.sum()), len(some), tail=rank == last) for rank, some in held.items())
 
 
 @pytest.mark.parametrize(
@@ -212,7 +229,7 @@ def test_loads_of_a_column_are_the_best_of_all_splits_of_the_declared_space(sche
     row = search.rows[0]
     shard = search.space.columns_of(row.prefix, row.batches[0])[0]
     column, fitting = search.column(row.prefix, row.batches[0], shard)
-    some = [s for s in compositions(9, column.chunks) if even_on_ranks(column.paths.ranks, s)]
+    some = [s for s in compositions(9, column.chunks) if declared(column.paths.ranks, s)]
     plain = [[tuple(tuple(n if m == 0 else 0 for m in range(len(search.modes))) for n in [size]) for size in s] for s in some]
     if tight:
         need = min(

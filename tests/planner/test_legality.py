@@ -23,6 +23,8 @@ from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
 from profiles.model import Attention, Layer, Mlp, ModelSpec, StateSpace, uniform
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def attention(heads: int, kv_heads: int) -> Attention:
     return Attention(heads=heads, kv_heads=kv_heads, head_dim=64)
@@ -180,6 +182,17 @@ def test_a_layout_is_checked_before_it_is_costed():
     assert over["legal"]
     assert not over["fits"]
     assert over["binding"]["over_bytes"] > 0
+
+
+def test_activations_are_offloaded_only_where_no_target_limits_the_execution() -> None:
+    of = job("llama-3-8b h100-sxm:1x8 4096 64 axisplan")
+    may = {}
+    for file in sorted((ROOT / "cost_models" / "data" / "executions").glob("*.yaml")):
+        own = replace(of, execution=load_execution(file.stem))
+        found = [v.rule for v in violations(own, Layout.parse("dp_shard=8,zero=1,offload=activations"))]
+        may[file.stem] = "offload_is_expressible" not in found
+    assert [name for name, yes in may.items() if yes] == ["simumax"]
+    assert "`simumax` alone" in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 
 
 def test_limits_are_narrowed_by_the_facts_of_the_execution():

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from profiles.errors import InputError
-from profiles.hardware import ClusterSpec, Constant, Level, Link, describe, load_cluster, load_gpu, load_link, to_yaml
+from profiles.hardware import ClusterSpec, Constant, Level, Link, TrafficCurve, describe, load_cluster, load_gpu, load_link, to_yaml
 
 
 @pytest.mark.parametrize("text", ["h100-sxm:64x8", "gb200-nvl72:2x72", "cpu:1x4", "a100-pcie:2x8"])
@@ -25,7 +25,8 @@ def test_a_cluster_survives_its_file(text: str, tmp_path: Path) -> None:
 
 def measured_cluster() -> ClusterSpec:
     """What the profiler writes: a GPU and a link measured here, on a date."""
-    gpu = replace(load_gpu("cpu"), host="machine-1", date="2026-11-29", aliases=[])
+    traffic = TrafficCurve(rates={2 << 20: 1.6e10, 32 << 20: 8.4e9}, origin="measured", source="copies here")
+    gpu = replace(load_gpu("cpu"), host="machine-1", date="2026-11-29", aliases=[], traffic=traffic)
     rows = load_link("shared-memory").curves
     link = Link(
         name="loopback",
@@ -57,6 +58,7 @@ def test_a_measured_cluster_loads_through_the_same_schema(tmp_path: Path) -> Non
     again = load_cluster(str(path))
     assert again == measured_cluster()
     assert again.gpu.date == "2026-11-29"
+    assert ("cpu.traffic.rates[33554432]", 8.4e9, "bytes/s at bytes a kernel", "measured", "copies here") in describe(again)
     path.write_text(to_yaml(load_gpu("h100")))
     assert load_gpu(str(path)) == load_gpu("h100")
 

@@ -334,7 +334,7 @@ def test_the_algorithm_and_protocol_that_nccl_takes(
 
 def test_the_tree_is_taken_where_it_is_the_faster_one_and_the_price_is_of_the_choice() -> None:
     cluster = load_cluster("a100-sxm:16x8")
-    ring, tree = cluster._ways("all_reduce", 128, 1, 1)
+    ring, tree = cluster.ways("all_reduce", 128)
     for size in (8.0, 2.0**20, 2.0**26, 2.0**34):
         seconds = [alpha + max(rate * size + c * math.sqrt(size) for rate, c in terms) for alpha, terms in (ring, tree)]
         chosen = cluster.choice("all_reduce", size, 128)[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.emit.files import write_folder
 from profiles.errors import InputError
 from profiles.files import LARGEST_YAML_BYTES, new_folder, read_json, read_yaml, write_text
 
@@ -21,6 +22,14 @@ def test_a_full_disk_is_said_with_the_file_and_the_old_file_stays(tmp_path: Path
     assert caught.value.filename == str(path)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_folder_that_takes_no_file_is_said_with_the_name_that_was_asked_for() -> None:
+    """/proc takes none, not even from root."""
+    for write in (lambda path: write_text(path, "x"), lambda path: write_folder(path, {"plan.json": "{}"})):
+        with pytest.raises(OSError, match="No such file or directory") as caught:
+            write(Path("/proc/launch"))
+        assert caught.value.filename == "/proc/launch"
 
 
 def test_a_folder_made_for_what_then_fails_is_taken_away_and_one_that_was_there_is_not(tmp_path: Path) -> None:

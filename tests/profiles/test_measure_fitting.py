@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from cost_models.compute import price
+from cost_models.execution import load_execution
 from planner.screen_measured import show_errors, show_links
 from profiles.errors import InputError
 from profiles.hardware import MatmulCurve
-from profiles.measure import fitting, judging, plan
+from profiles.measure import fitting, judging, kernels, plan
 from profiles.measure.gpu import GpuMeasurement
 from profiles.measure.links import LinkMeasurement, contention
 from profiles.measure.samples import Sample, load_samples, save_samples
@@ -89,6 +91,55 @@ def test_pointwise_work_runs_at_the_rate_of_a_layers_mix() -> None:
     mix = plan.LAYER_MIX
     expected = sum(mix.values()) / (mix["add"] / 4e10 + mix["swiglu"] / 2e10 + mix["norm"] / 5e9)
     assert profile.memory_bytes_per_second == pytest.approx(expected, rel=0.01)
+
+
+def by_size(moved: float) -> float:
+    """Bytes/s of a machine whose cache is left between 8 and 32 MiB."""
+    return 2e10 if moved <= 8 << 20 else 2e10 * (moved / (8 << 20)) ** -0.8 if moved <= 32 << 20 else 2e10 * 4**-0.8
+
+
+def traffic_samples() -> list[Sample]:
+    """Of every form the same rate by size; kernels of one form move what it moves in all divided by their number."""
+    made = plan.pointwises(
+        plan.Bounds(64, 4096, 5e9, 1e9), forms=dict(kernels.KERNELS), sizes=(8 << 20, 32 << 20, 2 << 20), judges=(12 << 20, 24 << 20, 3 << 20)
+    )  # fmt: skip
+    return [
+        replace(s, seconds=2e-5 * s.operation.kernels + s.operation.bytes / by_size(s.operation.bytes / s.operation.kernels))
+        for s in made
+    ]
+
+
+def test_a_rate_that_falls_beyond_the_cache_is_kept_by_what_a_kernel_moves() -> None:
+    others = [s for s in other_samples() if not isinstance(s.operation, Pointwise)]
+    samples = product_samples() + traffic_samples() + others
+    profile = fitting.gpu_profile(samples, FACTS)
+    assert profile.traffic is not None
+    assert profile.traffic.rates == {size: pytest.approx(by_size(size), rel=1e-3) for size in (2 << 20, 8 << 20, 32 << 20)}
+    for moved, count in ((1 << 10, 1), (3 << 20, 1), (5 << 20, 2), (12 << 20, 3), (24 << 20, 1), (1 << 30, 1)):
+        op = Pointwise(moved * count, count)
+        assert profile.seconds(op) == pytest.approx(2e-5 * count + moved * count / by_size(moved), rel=1e-3), moved
+        assert price(profile, load_execution("axisplan"), [replace(op, name="loss")]).pointwise == pytest.approx(
+            profile.seconds(op)
+        )
+    judged = judging.held_out_errors(profile, samples, FACTS)["memory traffic"]
+    assert (judged.count, judged.p90) == (3, pytest.approx(0, abs=0.01))
+    many = np.array([1e6, 2e7, 4e8])
+    assert profile.seconds(Pointwise(many, 1)) == pytest.approx([profile.seconds(Pointwise(float(one), 1)) for one in many])
+
+
+def test_more_bytes_never_take_less_time_however_noisy_the_samples_are() -> None:
+    slow = [
+        replace(s, seconds=20 * s.seconds) if s.operation.bytes / s.operation.kernels < 4 << 20 else s for s in traffic_samples()
+    ]
+    profile = fitting.gpu_profile(product_samples() + slow, FACTS)
+    times = [profile.seconds(Pointwise(float(size), 0)) for size in np.geomspace(1 << 20, 1 << 26, 50)]
+    assert times == sorted(times)
+
+
+def test_a_calibrated_memory_rate_moves_the_rates_by_size_with_it() -> None:
+    profile = fitting.gpu_profile(product_samples() + traffic_samples(), FACTS)
+    faster = profile.faster(memory_achieved_bytes_per_second=2 * profile.memory_bytes_per_second)
+    assert faster.seconds(Pointwise(1 << 24, 0)) == pytest.approx(profile.seconds(Pointwise(1 << 24, 0)) / 2)
 
 
 def test_attention_is_priced_as_it_was_measured_both_ways() -> None:

@@ -79,9 +79,7 @@ def test_a_machine_of_two_processes_is_measured_and_read_back(
     assert found.cluster is not None
     assert found.links is not None
     assert found.links.link is not None
-    assert found.links.link.curves  # on a busy machine not of every kind
-    assert set(found.links.link.curves) <= set(KINDS)
-    assert {s.operation.kind for s in found.links.samples} == set(KINDS)
+    assert set(found.links.link.curves) == set(KINDS)
     assert seen == sorted(seen)
     assert seen[-1] > 0.5
     found.save(tmp_path / "this.yaml")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from oracles import Oracle
+from oracles import Oracle, where
 from plans import job_of, plan_of
 from samples import layouts
 from starts import started
@@ -231,8 +231,11 @@ def bridge_judge() -> Iterator[Ask]:
 
 
 def torchtitan_question(case: Case, rank: int = 0, build: bool = False) -> Answer:
+    """In the field names of the release, or of the main branch where a checkout stands in for it."""
+    release = {"release": "main"} if "AXISPLAN_TORCHTITAN" in where() else {}
+    files = program_of(case.plan, "torchtitan", EmitSettings(options=release)).files
     arguments = ["--parallelism.spmd_backend=partial_dtensor"] if build else []
-    return {"world": case.layout.world, "rank": rank, "files": case.program.files, "build": build, "arguments": arguments}
+    return {"world": case.layout.world, "rank": rank, "files": files, "build": build, "arguments": arguments}
 
 
 @contextmanager

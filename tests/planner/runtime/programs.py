@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,21 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load as read_state
+from torch.distributed.fsdp import fully_shard
 
 from cost_models.layout import Layout
 from planner.runtime import norms, weights
 from planner.runtime.attention import Tokens
-from planner.runtime.checkpoint import Boxes, Checkpoints, _copied, state_of
+from planner.runtime.checkpoint import Checkpoints
 from planner.runtime.collectives import all_gather
 from planner.runtime.data import Batch, TokenFile, indices_of
 from planner.runtime.evaluate import HeldOut
-from planner.runtime.loop import checkpoint_facts, finishing, resume
-from planner.runtime.metrics import most_allocated
+from planner.runtime.loop import checkpoint_facts, resume
 from planner.runtime.settings import TrainSettings
 from planner.runtime.timeline import measured_spans
 from planner.runtime.train import Trainer
-from profiles.errors import AxisplanError
 from profiles.huggingface import load_model
 from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe, uniform
 
@@ -197,6 +196,26 @@ def losses(
     return out
 
 
+def dtypes(layout: str, precision: str) -> dict[str, list[str]]:
+    """After a step: the number types of what the model computes with, of gradients, masters and moments."""
+    trainer, data = _trainer_and_data(layout, 1, settings={"precision": precision})
+    trainer.gradients(trainer.batch(data, 0))
+    found = {"gradient": {str(p.tensor.dtype) for p in trainer.optimizer.pieces("gradient")}}
+    trainer.step(0, trainer.batch(data, 0))
+    for what in ("parameter", "exp_avg", "exp_avg_sq"):
+        found[what] = {str(p.tensor.dtype) for p in trainer.optimizer.pieces(what)}
+    found["computed"] = {str(trainer.dtype)} | {str(p.dtype) for d in trainer.decoders.values() for p in d.parameters()}
+    return {what: sorted(kinds) for what, kinds in found.items()}
+
+
+def resharding(layout: str) -> list[bool]:
+    """Whether FSDP2 lets each layer's parameters go after its forward, layer by layer."""
+    trainer = trainer_of("llama", layout, {}, {})
+    layers = [layer for decoder in trainer.decoders.values() for layer in decoder.layers.values()]
+    states = [fully_shard.state(layer) for layer in layers]  # type: ignore[attr-defined]
+    return [group._reshard_after_forward for state in states for group in state._fsdp_param_groups]
+
+
 def train_and_save(folder: str, layout: str, steps: int, more: int, **facts: Any) -> list[float]:
     """Train ``steps`` steps, save, train ``more``: the losses of the latter."""
     trainer, data = _trainer_and_data(layout, steps + more, **facts)
@@ -209,10 +228,10 @@ def train_and_save(folder: str, layout: str, steps: int, more: int, **facts: Any
     return out
 
 
-def save_each_step(folder: str, layout: str, steps: int, **facts: Any) -> list[float]:
+def save_each_step(folder: str, layout: str, steps: int, keep: int = 9, **facts: Any) -> list[float]:
     """Train ``steps`` steps, saving after each: their losses."""
     trainer, data = _trainer_and_data(layout, steps, **facts)
-    saved, out = Checkpoints(Path(folder), keep=steps), []
+    saved, out = Checkpoints(Path(folder), keep), []
     for number in range(steps):
         out.append(trainer.step(number, trainer.batch(data, number))["loss"])
         saved.save(trainer, number + 1, checkpoint_facts(trainer), wait=True)
@@ -308,6 +327,30 @@ def held_out_losses(folder: str, layout: str, model: str = "llama", steps: int =
     return {"loss": found["eval_loss"], "tokens": found["eval_tokens"], "losses": losses}
 
 
+def plain_training(model: str, steps: int, settings: dict[str, Any]) -> list[list[float]]:
+    """(loss, gradient norm) of each step in one process without the runtime's own loss, clipping, optimizer and schedule: PyTorch's."""
+    trainer, data = _trainer_and_data("micro_batch=8", steps, model=model, settings=settings)
+    decoder, facts = copy.deepcopy(trainer.decoders[0]), trainer.settings
+    weights_of = {True: [], False: []}  # type: dict[bool, list[torch.nn.Parameter]]
+    for parameter in decoder.parameters():
+        weights_of[parameter.dim() > 1].append(parameter)
+    groups = [{"params": weights_of[decays], "weight_decay": facts.weight_decay * decays} for decays in (True, False)]
+    optimizer = torch.optim.AdamW(groups, facts.learning_rate, facts.betas, facts.epsilon)
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, facts.final_rate, total_iters=steps)
+    out = []
+    for number in range(steps):
+        batch = trainer.batch(data, number)
+        optimizer.zero_grad()
+        logits = decoder(batch.ids, Tokens((0, facts.seq_len))).transpose(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), facts.clip)
+        optimizer.step()
+        rates.step()
+        out.append([float(loss), float(norm)])
+    return out
+
+
 def plain_loss(folder: str, model: str, sequences: int) -> float:
     """In one process: PyTorch's cross entropy on the logits of ``sequences`` sequences, one after the other, before training."""
     trainer = trainer_of(model, "micro_batch=8", {}, {})
@@ -333,54 +376,6 @@ def spans_of_a_step(layout: str) -> dict[str, Any]:
     busy = trainer.stage_seconds()
     measured_spans(trainer, began, told.extend)
     return {"spans": told, "seconds": seconds, "busy": busy}
-
-
-def checkpoint_peaks(folder: str, layout: str, model: str, precision: str, vocab: int) -> dict[str, int]:
-    """Bytes that this rank's copy of a save holds, that its save and its load allocate at most at once, and of the files."""
-    settings = {"precision": precision, "steps": 1}
-    trainer, data = _trainer_and_data(layout, 1, model=model, settings=settings, changes={"vocab": vocab})
-    trainer.step(0, trainer.batch(data, 0))
-    saved = Checkpoints(Path(folder))
-    with torch.autograd.profiler.profile(profile_memory=True) as saving:
-        copy = {name: _copied(value) for name, value in state_of(trainer, once=True).items()}
-    held = sum(p.tensor.nbytes for value in copy.values() if isinstance(value, Boxes) for p in value.pieces)
-    saved.save(trainer, 1, checkpoint_facts(trainer), wait=True)
-    trainer.optimizer.prepare(1)
-    state = state_of(trainer)
-    with torch.autograd.profiler.profile(profile_memory=True) as loading:
-        read_state(state, checkpoint_id=Path(folder) / "step-00000001")
-    files = sum(p.stat().st_size for p in (Path(folder) / "step-00000001").glob("*.distcp"))
-    return {"held": held, "saving": most_allocated(saving), "loading": most_allocated(loading), "files": files}
-
-
-def fault_after_a_save_began(folder: str) -> str:
-    """A run that ends with a fault while a save is being written: what is raised."""
-    trainer, data = _trainer_and_data("dp=2,zero=1", 1)
-    trainer.step(0, trainer.batch(data, 0))
-    saved = Checkpoints(Path(folder))
-    try:
-        with finishing(saved):
-            saved.save(trainer, 1, checkpoint_facts(trainer))
-            raise AxisplanError("step 2: not a number")
-    except AxisplanError as error:
-        return str(error)
-
-
-def save_where_nothing_can_be_named(folder: str) -> str:
-    """A save whose pointer cannot be renamed into place (a folder stands there): what this rank says."""
-    trainer, data = _trainer_and_data("dp=2,zero=1", 2)
-    trainer.step(0, trainer.batch(data, 0))
-    path = Path(folder)
-    if dist.get_rank() == 0:
-        (path / "latest").rename(path / "before")
-        (path / "latest").mkdir()
-        (path / "latest" / "in-the-way").touch()
-    dist.barrier()
-    try:
-        Checkpoints(path).save(trainer, 2, checkpoint_facts(trainer), wait=True)
-    except AxisplanError as error:
-        return str(error)
-    return ""
 
 
 def norm_gradients(layout: str, model: str) -> list[int]:

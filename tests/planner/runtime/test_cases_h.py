@@ -21,6 +21,7 @@ from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
 from tests.planner.runtime.test_launch import folder
 
+SAVING = Path(__file__).resolve().parent / "checkpoint_programs.py"
 SAVES = [
     (4, "dp=4,zero=0", "llama8", "fp32"), (4, "dp=4,zero=1", "llama8", "bf16"), (4, "dp_replicate=2,dp_shard=2,zero=3", "llama8", "bf16"),
     (4, "tp=2,pp=2,micro_batch=2", "llama8", "fp32"), (4, "tp=2,dp=2,ep=2,etp=2", "moe", "fp32"), (4, "dp=4,ep=2,zero=2", "moe", "bf16"),
@@ -76,7 +77,9 @@ def test_h06_save_and_load_take_the_host_memory_that_is_stated(
     vocab = 20011  # one parameter is most of the model, and larger than the plans that DCP exchanges
     job = Job(programs.model_of(model, vocab=vocab), load_cluster(f"cpu:1x{world}"), load_execution("axisplan"), 16, 8, precision)
     stated = checkpoint_bytes(job, Layout.parse(layout, world))
-    got = processes(world, "checkpoint_peaks", folder=str(tmp_path), layout=layout, model=model, precision=precision, vocab=vocab)
+    got = processes(
+        world, "checkpoint_peaks", file=SAVING, folder=str(tmp_path), layout=layout, model=model, precision=precision, vocab=vocab
+    )
     held = [rank["held"] for rank in got]
     assert max(held) <= 1.1 * stated.save_host_rank + 2048, "each rank its part, replicas none twice"
     assert sum(held) == pytest.approx(stated.save_host_node, rel=0.02)
@@ -112,6 +115,6 @@ def test_a_checkpoint_that_cannot_be_named_fails_on_every_rank_and_the_last_one_
     whole = latest(tmp_path)
     assert whole is not None
     facts_before = json.loads((whole / "axisplan.json").read_text())
-    said = processes(2, "save_where_nothing_can_be_named", folder=str(tmp_path))
+    said = processes(2, "save_where_nothing_can_be_named", file=SAVING, folder=str(tmp_path))
     assert all(line.startswith(f"the checkpoint under {tmp_path} could not be written: ") and "latest" in line for line in said)
     assert json.loads((whole / "axisplan.json").read_text()) == facts_before

@@ -11,10 +11,13 @@ import pytest
 
 from planner.runtime.checkpoint import latest
 
+SAVING = Path(__file__).resolve().parent / "checkpoint_programs.py"
 CHANGES = [
     ("llama", (4, "tp=2,pp=2,micro_batch=2"), (4, "dp=4,zero=1")), ("llama", (4, "dp=4,zero=3"), (2, "dp=2,zero=1")),
     ("gpt", (4, "dp=2,pp=2,zero=2"), (4, "tp=4")), ("mqa", (2, "dp=2,zero=1"), (4, "tp=4,sp=false")),
     ("moe-v3", (4, "dp=4,ep=4"), (4, "tp=2,dp=2,ep=2,etp=2")), ("mla", (4, "pp=2,dp=2,ep=2,zero=3"), (1, "micro_batch=4")),
+    ("moe-v3", (4, "dp=4,ep=4,zero=1"), (4, "dp=4,ep=2,zero=2")), ("moe-v3", (4, "dp=4,ep=4,zero=2"), (2, "dp=2,ep=2,zero=1")),
+    ("llama", (4, "dp_replicate=2,dp_shard=2,zero=2"), (4, "dp=4,zero=2")), ("llama", (4, "cp=2,dp=2,zero=1"), (4, "dp=4,zero=3")),
 ]  # fmt: skip
 CASES = [pytest.param(*case, marks=[] if number % 3 == 1 else pytest.mark.slow) for number, case in enumerate(CHANGES)]
 
@@ -28,6 +31,21 @@ def test_training_continues_under_another_layout(
     got = processes(after[0], "load_and_train", layout=after[1], **facts)[0]
     assert got == pytest.approx(expected, rel=1e-9)
     assert latest(tmp_path) == tmp_path / "step-00000003"
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(processes: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """A save returns once the state is copied; what is written is that state, and it is named only when it is whole."""
+    for found in processes(2, "step_while_saving", file=SAVING, folder=str(tmp_path)):
+        assert found == {"named_while_writing": None, "named_after": "step-00000001", "moved": True, "as_it_was": True}
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_last_checkpoints_are_kept_and_the_older_ones_go(
+    processes: Callable[..., list[Any]], tmp_path: Path, keep: int
+) -> None:
+    processes(2, "save_each_step", folder=str(tmp_path), layout="dp=2,zero=1", steps=4, keep=keep)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == [f"step-{n:08d}" for n in range(5 - keep, 5)]
+    assert latest(tmp_path) == tmp_path / "step-00000004"
 
 
 def test_a_damaged_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:

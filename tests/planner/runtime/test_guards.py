@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_layouts as layouts
 
 from cost_models.layout import Layout
 from planner.runtime.checkpoint import latest
+from planner.runtime.launch import supervise
 from planner.runtime.pipeline import Arrived, Transfer, lower
 from planner.runtime.train import microbatches
 from profiles.errors import InputError
+
+SAVING = Path(__file__).resolve().parent / "checkpoint_programs.py"
+SPLIT = ["zb-h1", "zb-v", "dualpipe-v"]
+
+
+@pytest.mark.parametrize("schedule", [SPLIT[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SPLIT[1:])])
+@pytest.mark.parametrize("zero", [3, 0])
+def test_a_split_backward_loses_no_gradient_that_data_parallelism_reduces(
+    gradients: Callable[..., dict[str, Any]], schedule: str, zero: int
+) -> None:
+    """Walls 1 and 2: FSDP2 that reshards after the forward, and classic DDP, give wrong gradients there without a word."""
+    layouts.compare(gradients, 4, f"pp=2,dp=2,zero={zero},schedule={schedule},micro_batch=1", "llama")
+
+
+@pytest.mark.parametrize(("schedule", "reshards"), [("1f1b", True), *((schedule, False) for schedule in SPLIT)])
+def test_fsdp_reshards_after_the_forward_only_where_the_backward_is_whole(
+    processes: Callable[..., list[Any]], schedule: str, reshards: bool
+) -> None:
+    """Wall 1's guard: the root apart, which FSDP2 never reshards."""
+    for found in processes(4, "resharding", layout=f"pp=2,dp=2,zero=3,schedule={schedule},micro_batch=1"):
+        assert found == [reshards] * len(found)
+        assert len(found) >= 2
+
+
+def test_workers_of_both_commands_start_without_the_shared_store_that_a_restart_hangs_on(tmp_path: Path) -> None:
+    """Wall 9: ``axisplan run`` and launch.sh start torchrun through ``supervise``."""
+    said: list[dict[str, Any]] = []
+    tell = 'import json, os; print(json.dumps({"shared": os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]}))'
+    supervise([sys.executable, "-c", tell], said.append, dict(os.environ), log=tmp_path / "log.txt")
+    assert said == [{"shared": "1"}]
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does() -> None:
@@ -47,7 +81,7 @@ def test_a_whole_checkpoint_is_never_written_over(processes: Callable[..., list[
 
 
 def test_whatever_ends_a_run_the_save_under_way_is_whole(processes: Callable[..., list[Any]], tmp_path: Path) -> None:
-    assert processes(2, "fault_after_a_save_began", folder=str(tmp_path)) == ["step 2: not a number"] * 2
+    assert processes(2, "fault_after_a_save_began", file=SAVING, folder=str(tmp_path)) == ["step 2: not a number"] * 2
     assert latest(tmp_path) == tmp_path / "step-00000001"
 
 

@@ -132,6 +132,24 @@ def test_a_killed_rank_is_one_clear_line_and_nothing_stays(tmp_path: Path) -> No
     assert not alive(str(tmp_path))
 
 
+@pytest.mark.slow
+def test_a_rank_that_raises_alone_ends_the_others_at_once(tmp_path: Path) -> None:
+    """Wall 8: they wait for it in a collective, whose timeout is ten minutes."""
+    path = folder(tmp_path, steps=5000, timeout_seconds=600)
+    seen: list[dict[str, Any]] = []
+
+    def raise_in_rank_1(record: dict[str, Any]) -> None:
+        seen.append(record)
+        if len(seen) == 2:
+            kill(path, 1, signal.SIGINT)  # Python raises KeyboardInterrupt
+
+    with pytest.raises(AxisplanError) as caught:
+        launch(arguments(path), 2, raise_in_rank_1, log=tmp_path / "log.txt", timeout=120)
+    assert "not finished" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not alive(str(tmp_path))
+
+
 def _is_worker(entry: Path, text: str, rank: str) -> bool:
     try:
         line = (entry / "cmdline").read_bytes().decode()
@@ -170,6 +188,35 @@ def test_run_json_prints_the_same_losses_whatever_the_layout_and_the_number_of_p
         assert found == pytest.approx(losses[0], rel=rel)
     assert held_out == pytest.approx([held_out[0]] * len(layouts), rel=rel)
     assert len(imbalance) == 1, "of the worst layer of all stages"
+    (measured,) = read_rows(path / "run" / "runs.csv")
+    stages = Layout.parse(layout, None).pp
+    assert (
+        len((measured["stage_seconds"] or "1").split(";")) == len((measured["predicted_stage_seconds"] or "1").split(";")) == stages
+    )
+
+
+@pytest.mark.slow
+def test_launch_sh_does_what_axisplan_run_does(tmp_path: Path, invoke: Any) -> None:
+    """The same lines, records, checkpoints and row of measurements, seconds apart."""
+    facts = {"steps": 4, "checkpoint_every": 2, "out": "run"}
+    given, emitted = folder(tmp_path, "tp=2", **facts), tmp_path / "launch"
+    assert invoke("emit", str(given / "plan.json"), "--target", "axisplan", "--out", str(emitted))[0] == 0
+    for name in ("train.json", "text.txt"):
+        (emitted / name).write_text((given / name).read_text())
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = [*AXISPLAN, "run", str(given / "plan.json"), "--settings", str(given / "train.json")]
+    told: list[list[dict[str, Any]]] = []
+    for command in (run, ["bash", str(emitted / "launch.sh")]):
+        ran = subprocess.run([*command, "--json"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+        told.append([json.loads(line) for line in ran.stdout.splitlines()])
+    assert [[set(line), line["step"], line["loss"], line["grad_norm"]] for line in told[0]] == [
+        [set(line), line["step"], line["loss"], line["grad_norm"]] for line in told[1]
+    ]
+    assert len(told[0]) == 4
+    rows = [read_rows(where / "run" / "runs.csv")[0] for where in (given, emitted)]
+    same = ("id", "framework", "gpu", "gpus", "tp", "pp", "zero", "seq_len", "global_batch", "predicted_step_s", "notes")
+    assert [rows[0][name] for name in same] == [rows[1][name] for name in same]
+    assert [latest(where / "run" / "checkpoints").name for where in (given, emitted)] == ["step-00000004"] * 2
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from planner.runtime.expert import grouped_linear
 
 PROGRAMS = Path(__file__).resolve().parent / "routing_programs.py"
 SWITCH: dict[str, Any] = {"balance": "switch", "balance_coefficient": 0.1}
@@ -49,3 +52,18 @@ def test_capacities_drop_choices_in_these_cases(processes: Callable[..., list[An
 def test_imbalance_is_the_busiest_experts_tokens_over_the_mean(processes: Callable[..., list[Any]], layout: str) -> None:
     """Three of eight experts do all: 1 / (3 / 8) of the mean."""
     assert processes(2, "imbalance", layout=layout) == pytest.approx([8 / 3] * 2)
+
+
+def test_one_grouped_product_is_the_products_of_the_experts_one_by_one() -> None:
+    """bf16 takes the grouped kernel, other types the loop; an expert without a row is among them."""
+    rows, generator = [5, 0, 4, 3], torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((12, 16), (4, 24, 16), (12, 24)))
+    found = []
+    for product in (grouped_linear, lambda x, w, n: torch.cat([part @ one.T for part, one in zip(x.split(n), w, strict=True)])):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = product(*leaves, rows)
+        out.backward(grad)
+        found.append((out.detach(), *(leaf.grad for leaf in leaves)))
+    for grouped, alone in zip(*found, strict=True):
+        torch.testing.assert_close(grouped, alone, rtol=2e-2, atol=2e-2)
+    assert found[0][2][1].abs().max() == 0

@@ -25,7 +25,16 @@ def test_logits_equal_those_of_transformers(processes: Callable[..., list[Any]],
         assert np.abs(got - expected).max() <= 1e-5
 
 
-@pytest.mark.parametrize(("family", "layout"), [("gpt2", "pp=2"), ("deepseek_v3", "dp=2,ep=2,zero=3"), ("mixtral", "tp=2,etp=2")])
+SAVED = {
+    "gpt2": "pp=2", "deepseek_v3": "dp=2,ep=2,zero=3", "mixtral": "tp=2,etp=2", "llama": "tp=2", "qwen2": "dp=2,zero=3", "qwen3": "tp=2",
+    "mistral": "pp=2", "qwen2_moe": "tp=2,ep=2", "qwen3_moe": "dp=2,ep=2,zero=2", "deepseek_v2": "tp=2,ep=2", "olmo2": "tp=2",
+    "olmoe": "dp=2,ep=2,zero=1",
+}  # fmt: skip
+"""Family -> the layout that it is read and saved under."""
+FAMILIES = [pytest.param(*case, marks=[] if number < 3 else pytest.mark.slow) for number, case in enumerate(SAVED.items())]
+
+
+@pytest.mark.parametrize(("family", "layout"), FAMILIES)
 def test_export_gives_back_every_tensor(processes: Callable[..., list[Any]], tmp_path: Path, family: str, layout: str) -> None:
     from safetensors.torch import load_file
 
