@@ -306,7 +306,7 @@ class Shape:
         for leading, (at, whole) in enumerate(needs):
             room = budget[:, at] + leading * quicker[:, at]
             if whole is None:
-                most = self.table.most_within(c, np.maximum(room, 0.0), at)
+                most = self.table.most_within(c, np.clip(room, 0.0, NEVER), at)
             else:
                 top = whole.shape[2]
                 fit = whole <= room[:, :, None]
