@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from planner.columns import Column, Mix
 from planner.fitting import Fitting
+from planner.recompute_tables import counts_by_mode
 from planner.shapes import Costs, Shape
 
 Floats = npt.NDArray[np.float64]
@@ -85,16 +86,11 @@ def _whole_layers(over: float, alive: Sequence[tuple[int, int]], layers: int, ke
         return 0.0
     flying = [a for a, most in alive for _ in range(most)][:layers]
     total = np.concatenate([[0.0], np.cumsum(flying)])
-    grids = np.meshgrid(*[np.arange(len(flying) + 1)] * len(modes), indexing="ij")
-    until, before = np.zeros_like(grids[0]), np.zeros_like(grids[0])
-    saved, seconds = np.zeros(until.shape), np.zeros(until.shape)
-    for mode, count in zip(modes, grids, strict=True):
-        until = np.minimum(before + count, len(flying))
-        saved = saved + gain[mode] * (total[until] - total[before])
-        seconds = seconds + again[mode] * (until - before)
-        before = until
+    rows, _ = counts_by_mode(len(flying), len(modes))
+    until = rows.cumsum(axis=1).astype(int)
+    saved = np.diff(total[until], axis=1, prepend=0.0) @ gain[modes]
     good = saved >= over * (1 - 1e-12)
-    return float(seconds[good].min()) if good.any() else float("inf")
+    return float((rows @ again[modes])[good].min(initial=np.inf))
 
 
 def some_spans(column: Column, held: Sequence[int], layers: int) -> list[tuple[int, int]]:

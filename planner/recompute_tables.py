@@ -140,7 +140,7 @@ def least_again_in_whole_layers(b: Bytes, groups: Sequence[Group], most: int, le
         best = np.where(np.isin(np.arange(relaxed.shape[1]), open_), NEVER, 0.0)
         for sizes in ways:
             over, main = _over(b, groups, [np.array([float(size)]) for size in sizes], leading)
-            counts = [_counts(int(size[0]), len(modes)) for size in main]
+            counts = [counts_by_mode(int(size[0]), len(modes)) for size in main]
             for rank in open_:
                 best[rank] = min(best[rank], _covered(float(over[0, rank, 0]), counts, saved[modes], again[modes],
                                                       [float(g.alive[rank]) for g in groups], float(beside[rank])))  # fmt: skip
@@ -149,8 +149,8 @@ def least_again_in_whole_layers(b: Bytes, groups: Sequence[Group], most: int, le
 
 
 @lru_cache(maxsize=512)
-def _counts(layers: int, modes: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """(rows of numbers of layers by mode that recompute, whether all do)."""
+def counts_by_mode(layers: int, modes: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """(rows of numbers of layers by mode that recompute, of at most ``layers`` in all; whether all of them do)."""
     rows = np.array([row for row in product(range(layers + 1), repeat=modes) if sum(row) <= layers], float)
     return rows, rows.sum(axis=1) == layers
 
