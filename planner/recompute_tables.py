@@ -150,7 +150,7 @@ def least_again_in_whole_layers(b: Bytes, groups: Sequence[Group], most: int, le
 
 @lru_cache(maxsize=512)
 def _counts(layers: int, modes: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """(rows of numbers of layers by mode that recompute, whether all do)."""
+    """(rows of numbers of layers by mode that recompute, of at most ``layers`` in all; whether all of them do)."""
     rows = np.array([row for row in product(range(layers + 1), repeat=modes) if sum(row) <= layers], float)
     return rows, rows.sum(axis=1) == layers
 
