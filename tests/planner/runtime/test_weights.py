@@ -46,3 +46,26 @@ def test_export_gives_back_every_tensor(processes: Callable[..., list[Any]], tmp
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "written in more than one file"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
+def test_transformers_and_the_runtime_read_what_was_saved_in_several_files(
+    processes: Callable[..., list[Any]], tmp_path: Path, family: str
+) -> None:
+    import transformers
+
+    model = families.save(family, tmp_path / "in")
+    processes(
+        2, "export", folder=str(tmp_path / "in"), layout=SAVED[family], work=str(tmp_path / "work"), out=str(tmp_path / "out")
+    )
+    (tmp_path / "out" / "config.json").write_text((tmp_path / "in" / "config.json").read_text())
+    ids = np.arange(32).reshape(2, 16) * 7 % 61
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    processes(
+        2, "logits", folder=str(tmp_path / "out"), layout="tp=2,micro_batch=2", ids=ids.tolist(), path=str(tmp_path / "out.npy")
+    )
+    with torch.no_grad():
+        expected, theirs = (one(torch.from_numpy(ids)).logits.numpy() for one in (model, again))
+    assert np.array_equal(theirs, expected)
+    assert np.abs(np.load(tmp_path / "out.npy") - expected).max() <= 1e-5
