@@ -22,12 +22,12 @@ from cost_models.states import Holding
 from profiles.operations import Number
 
 
-def keeps_gathered(job: Job, degrees: Any) -> bool:
+def keeps_gathered(job: Job, degrees: Any) -> Any:
     """Whether a pipeline rank holds all its parameters gathered for the whole step."""
     execution = job.execution
     if execution.reduces_by_unit:
         return degrees.schedule in SPLIT_BACKWARD
-    return degrees.pp > 1 and not execution.reshard_with_pipeline
+    return (degrees.pp > 1) & (not execution.reshard_with_pipeline)
 
 
 def by_unit(job: Job, degrees: Any) -> bool:

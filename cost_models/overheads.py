@@ -32,7 +32,6 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
     """
     if layout.zero < 2 or by_unit(job, layout) or (layout.zero == 2 and job.execution.gradient_bucket_bytes):
         return 0, 0
-    execution = job.execution
     wide, reduced = job.gathered_element, job.reduced_element
     largest: Number = 0
     every: Number = 0
@@ -47,16 +46,31 @@ def gathered_buffers(job: Job, layout: Any, rank: int) -> tuple[Number, Number]:
             largest = maximum(largest, size)
             every = every + size * times
     loss: Number = 0
-    backward = execution.unsharded_gradient_units * largest * maximum(wide, reduced)
+    backward = gathered_layers(job, layout, largest, every)
     if layout.zero == 3:
-        root, root_gradient = (wide * ends, wide * head) if execution.gathered_root else (0, 0)
-        kept = keeps_gathered(job, layout)
-        if execution.accumulates_unsharded or (kept and not execution.reduce_every_microbatch):
-            backward = backward + reduced * (every + ends)
-        loss = root + wide * (every if kept else largest)
-        backward = backward + root + root_gradient + wide * (every if kept else execution.gathered_units * largest)
+        root, root_gradient = (wide * ends, wide * head) if job.execution.gathered_root else (0, 0)
+        backward = backward + root + root_gradient + (reduced * ends if _waits_whole(job, layout) else 0)
+        loss = root + wide * (every if keeps_gathered(job, layout) else largest)
     ways, _ = shards(layout)
     return where(ways > 1, loss, 0), where(ways > 1, backward, 0)
+
+
+def gathered_layers(job: Job, degrees: Any, largest: Number, every: Number) -> Number:
+    """What layers are whole of in a layer's backward under ZeRO-2 and 3: ``largest`` elements of one layer, ``every`` of all of a rank."""
+    execution = job.execution
+    wide, reduced = job.gathered_element, job.reduced_element
+    out: Number = execution.unsharded_gradient_units * largest * maximum(wide, reduced)
+    if degrees.zero == 3:
+        out = out + wide * where(keeps_gathered(job, degrees), every, execution.gathered_units * largest)
+        out = out + reduced * where(_waits_whole(job, degrees), every, 0)
+    return out
+
+
+def _waits_whole(job: Job, degrees: Any) -> Any:
+    """Whether all gradients of a rank exist before they are reduced."""
+    execution = job.execution
+    once = not execution.reduce_every_microbatch
+    return where(keeps_gathered(job, degrees), execution.accumulates_unsharded or once, execution.accumulates_unsharded)
 
 
 def lasting_buffers(job: Job, layout: Any, rank: int) -> Number:

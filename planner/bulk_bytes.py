@@ -15,9 +15,9 @@ import numpy.typing as npt
 from cost_models.activations import unit_memory
 from cost_models.job import Job
 from cost_models.layout import RecomputeRule
-from cost_models.overheads import communicators, message_buffers
+from cost_models.overheads import communicators, gathered_layers, message_buffers
 from cost_models.stage_states import unit_holding
-from cost_models.state_bytes import states
+from cost_models.state_bytes import shards, states
 from planner.bulk import KINDS, Ints, degrees_of, dispatchers_of
 from planner.rules.core import Limits
 
@@ -117,6 +117,17 @@ def states_of(
     if model.tied:
         head = np.where(prefixes[:, 6] == 1, total("tied head"), head)
     return layers, total("embedding"), head
+
+
+def gathered_of(job: Job, prefixes: Ints, shard: Ints, zero: int) -> Floats:
+    """Bytes of whole parameters and gradients that a layer's backward has beside the states at least, by prefix."""
+    degrees = degrees_of_prefixes(job, prefixes, shard, zero)
+    if zero < 2 or job.execution.reduces_by_unit or (zero == 2 and job.execution.gradient_bucket_bytes):
+        return np.zeros(len(prefixes))
+    sizes = [unit_holding(job, degrees, k)[0].all for k in range(len(job.model.kinds))]
+    least = np.min([np.zeros(len(prefixes)) + size for size in sizes], axis=0)
+    out: Floats = np.where(shards(degrees)[0] > 1, gathered_layers(job, degrees, least, least), 0.0)
+    return out
 
 
 def held_of(job: Job, limits: Limits, prefixes: Ints, *, offload: bool, once: bool = False) -> Held:

@@ -15,7 +15,7 @@ from cost_models.communication import reach
 from cost_models.layout import SPLIT_BACKWARD, V_SHAPED, divisors
 from cost_models.pipeline import simulate
 from planner.bulk import Bulk, degrees_of
-from planner.bulk_bytes import states_of
+from planner.bulk_bytes import gathered_of, states_of
 from planner.bulk_sharding import Ends, Sharding
 from planner.columns import Column, PathStore
 from planner.dealing import dealt
@@ -88,7 +88,7 @@ class Cores:
 
     def leading(self, key: Key) -> int:
         """Leading layers of another kind that are counted one by one, at most one a rank's first chunk more than the next rank's."""
-        return self.main.first if self.main.first <= key[1] else 0
+        return self.main.first if self.main.first <= key[1] or key[1] == 1 else 0
 
     # -- what may be done within a time --------------------------------------------------------------------------------
 
@@ -274,11 +274,14 @@ class Cores:
         ``bulk``: with these
         seconds of passes, its collectives included."""
         at, k, held = self.rows.at[rows], self.rows.key[rows], self.rows.held_once if key[3] == 1 else self.rows.held
+        table = self.rows.prefix_table[at]
+        room = held.room[at]
+        if key[0] not in SPLIT_BACKWARD:
+            room = room - gathered_of(self.job, table, table[:, 7] if bare else shard, zero)
         if bare:
             seconds = self.seconds(rows, key, self.passes(rows), None)
             states = held.state[zero][at], held.embedding[zero][at], held.head[zero][at]
-            return Costs(**seconds, **self.bytes(key, *states, held.room[at], k, self.rows.kept.kept[k]))
-        table = self.rows.prefix_table[at]
+            return Costs(**seconds, **self.bytes(key, *states, room, k, self.rows.kept.kept[k]))
         sharding = Sharding(self.job, table, shard, zero)
         offload = self.rows.space.may_offload
         sharding.degrees_offload = offload
@@ -286,7 +289,7 @@ class Cores:
             bulk = sharding.add(self.passes(rows))
         seconds = self.seconds(rows, key, bulk, sharding.ends(bulk))
         state, embedding, head = states_of(self.job, table, shard, zero, offload=offload, once=key[3] == 1)
-        bytes_ = self.bytes(key, state, embedding, head, held.room[at], k, self.rows.kept.kept[k])
+        bytes_ = self.bytes(key, state, embedding, head, room, k, self.rows.kept.kept[k])
         return Costs(**seconds, **bytes_)
 
     def bytes(

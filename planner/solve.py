@@ -253,7 +253,7 @@ def declared(search: Search | Pools) -> str:
         f"tp, pp, cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp: 1 or tp;"
         f" vpp to {UNEVEN_VPP}, beyond where chunks are even; orders {', '.join(limits.orders)}; ZeRO"
         f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))};"
-        f" uneven stages, each with a layer, a rank's chunks alike or, where its layers do not divide, either of two with one more, of more than two the last ones;"
+        " uneven stages, each with a layer; a rank's chunks alike, or either of two, the last ones of more, with one more;"
         f" recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
         + ("; every order of the pools, a stage inside one, DualPipe's pairs left out" if search.job.cluster.pools else "")
     )
