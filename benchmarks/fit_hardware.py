@@ -2,173 +2,65 @@
 
     python benchmarks/fit_hardware.py --samples PATH [--reference PATH] [--only gb200] [--write]
 
-PATH is a folder with the files named in SAMPLES below (docs/hardware.md says where they come from and under which licence; those of
-the RTX PRO 6000 are in benchmarks/data). ``--reference`` is a folder with held-out scores of other forms and of other fits to the same
-samples. What was found is kept in benchmarks/results/hardware_fits.json and shown in docs/hardware.md (``hardware_errors.py``), unless
-``--only`` looks at a part. ``--write`` puts the curves into ``profiles/data/gpus`` and ``profiles/data/links``.
+PATH is a folder with the files of ``hardware_samples.py`` (docs/hardware.md says where they come from and under which licence). Other
+forms are judged on the same held-out samples (``other_forms.py``); ``--reference`` is a folder with held-out scores that others found
+with the same forms on them, shown beside. What was found is kept in benchmarks/results/hardware_fits.json and shown in docs/hardware.md
+(``hardware_errors.py``), unless ``--only`` looks at a part. ``--write`` puts the curves into ``profiles/data``.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hardware_samples import (
+    LINKS,
+    PRECISIONS,
+    SAMPLES,
+    Reference,
+    Source,
+    attention_samples,
+    collective_samples,
+    every_megabyte,
+    expert_samples,
+    found,
+    matmul_samples,
+    training_samples,
+    vtrain_samples,
+)
+from other_forms import Ratios, attention, collectives, experts, products
 
 from profiles.catalogue import dump_yaml, load_gpu
 from profiles.files import read_yaml, write_text
-from profiles.fit import (
-    AttentionSample,
-    CollectiveSample,
-    ExpertSample,
-    Fit,
-    MatmulSample,
-    fit_attention,
-    fit_collective,
-    fit_experts,
-    fit_matmul,
-)
+from profiles.fit import Errors, Fit, fit_attention, fit_collective, fit_experts, fit_matmul, thirds_of
 from profiles.gpu import Constant, GpuProfile, MatmulCurve
 from profiles.links import CollectiveCurve, Link
 from profiles.operations import BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA, HERE, KEPT = ROOT / "profiles" / "data", ROOT / "benchmarks" / "data", ROOT / "benchmarks" / "results" / "hardware_fits.json"
+DATA, KEPT = ROOT / "profiles" / "data", ROOT / "benchmarks" / "results" / "hardware_fits.json"
 TABLES = "ai-dynamo/aiconfigurator tables (NVIDIA, Apache-2.0), fitted by benchmarks/fit_hardware.py"
 BACKWARD = (
     "backward/forward: FA3 and cuDNN on H100, FA4 on Blackwell, SimuMax on A100 and B200: 2.6 at head 64, 2.9-3.05 at 128, "
     "3.2-3.4 for MLA 192/128"
 )
 RATIOS = {64: 2.6, 128: 2.93, 192: 3.2}
-
-
-KERNELS = ("flash_attention", "fa3", "trtllm_mha")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where one GPU's samples are: the stem of its gemm files, its name in the attention and expert tables, its memory rate, and the
-    attention kernels that count."""
-
-    gpu: str
-    stem: str
-    table: str
-    memory_gigabytes_per_second: float
-    kernels: tuple[str, ...] = KERNELS
-
-
-SAMPLES = (
-    Source("a100-sxm-80gb", "a100_sxm", "A100-SXM", 0.85 * 2039),
-    Source("h100-sxm-80gb", "h100_sxm", "H100-SXM", 0.88 * 3350),
-    Source("h200-sxm-141gb", "h200_sxm", "H200-SXM", 0.85 * 4800),
-    Source("b200-sxm-180gb", "b200_sxm", "B200-SXM", 0.85 * 7700),
-    Source("b300-sxm-288gb", "b300_sxm", "B300-SXM", 0.85 * 7750),
-    Source("gb200", "gb200", "GB200", 0.85 * 8000),
-    Source("gb300", "gb300", "GB300", 0.85 * 8000),
-    Source("l40s-48gb", "l40s", "L40S", 0.85 * 864),
-    Source("rtx-pro-6000", "rtx_pro_6000", "RTXPRO6000", 0.85 * 1597, ("flashinfer", "triton")),
-)
-PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "nvfp4"}
-"""Of the product files, and whose peak each is a part of. ``fp8_block`` (a scale for each 1 x 128 of the activation, DeepGEMM) is fitted
-to be shown: no execution trains with it here."""
-LINKS = {
-    "nvlink3": "a100_sxm", "nvlink4": "h100_sxm", "nvlink4-h200": "h200_sxm", "nvlink5": "b200_sxm", "nvlink5-b300": "b300_sxm",
-    "nvlink5-gb200": "gb200", "nvlink5-gb300": "gb300", "pcie5": "rtx_pro_6000_server",
-}  # fmt: skip
 NCCL = "nccl-tests, 512 B to 512 MB, in ai-dynamo/aiconfigurator (NVIDIA, Apache-2.0), fitted by benchmarks/fit_hardware.py"
 VTRAIN = "VIA-Research/vTrain V100 all-reduce table (MIT), 1 MB to 1 GB, fitted by benchmarks/fit_hardware.py"
-V100_GROUPS = (2, 4, 8)
 V100_RATES = {"all_gather": 0.94, "reduce_scatter": 0.97, "all_to_all": 0.90}
 """Rates beside the all-reduce's on a rank's wire, as on A100; their latency is half, as of one pass round the ring beside two."""
 Record = dict[str, Any]
-"""One fit: what of which GPU or link, its held-out errors, those of others (``reference``), and the curve."""
-
-
-def found(folder: Path, name: str) -> Path:
-    """A sample file, in the folder given or among those kept here."""
-    return folder / name if (folder / name).exists() else HERE / name
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def matmul_samples(path: Path, *, rows_from: int = 1024, sides_from: int = 512) -> list[MatmulSample]:
-    """Shapes of training: m >= 1024 and a multiple of 64 (the others are unaligned repeats), n and k >= 512."""
-    every = [MatmulSample(float(r["m"]), float(r["n"]), float(r["k"]), float(r["time_us"]) * 1e-6) for r in rows(path)]
-    return [s for s in every if s.m >= rows_from and s.m % 64 == 0 and min(s.n, s.k) >= sides_from and s.seconds > 0]
-
-
-def attention_samples(path: Path, gpu: str, kernels: tuple[str, ...] = KERNELS) -> list[AttentionSample]:
-    """Causal forwards of the fast kernels, s >= 1024 and at least eight heads in all."""
-    return [
-        AttentionSample(float(r["b"]), float(r["s"]), float(r["h"]), float(r["d"]), float(r["us"]) * 1e-6)
-        for r in rows(path)
-        if r["gpu"] == gpu and r["kernel_source"] in kernels and float(r["s"]) >= 1024 and float(r["b"]) * float(r["h"]) >= 8
-    ]
-
-
-def expert_samples(path: Path, gpu: str, dtype: str) -> list[ExpertSample]:
-    """Balanced fused MoE layers with at least 64 tokens an expert."""
-    found = []
-    for r in rows(path):
-        tokens, topk, experts, parts = (float(r[c]) for c in ("num_tokens", "topk", "num_experts", "moe_ep_size"))
-        if r["gpu"] == gpu and r["dtype"] == dtype and tokens * topk / experts >= 64:
-            hidden, inner = float(r["hidden_size"]), float(r["inter_size"]) / float(r["moe_tp_size"])
-            case = "/".join(r[c] for c in ("hidden_size", "inter_size", "num_experts", "topk"))
-            seconds = float(r["us"]) * 1e-6
-            found.append(ExpertSample(tokens * topk / parts, hidden, inner, experts / parts, seconds, tokens, case))
-    return found
-
-
-def collective_samples(path: Path, system: str) -> list[CollectiveSample]:
-    names = {"alltoall": "all_to_all"}
-    return [
-        CollectiveSample(names.get(r["op"], r["op"]), int(r["n"]), float(r["bytes"]), float(r["us"]) * 1e-6)
-        for r in rows(path)
-        if r["system"] == system
-    ]
-
-
-def vtrain_samples(path: Path, gpu: str) -> list[CollectiveSample]:
-    own = [r for r in rows(path) if r["gpu"] == gpu and int(r["n"]) in V100_GROUPS]
-    return [CollectiveSample("all_reduce", int(r["n"]), float(r["bytes"]), float(r["us"]) * 1e-6) for r in own]
-
-
-class Reference:
-    """Held-out scores, [mean, 90th percentile] in percent, by form: of the other forms, and of other fits of ours (``same form``), to
-    the same samples. Nothing where there is no such folder."""
-
-    SCORES = (
-        ("gemm_heldout_scores.csv", "matmul", ("gpu", "dtype"), "model", ("mape", "p90")),
-        ("gemm_power_saturating_params.csv", "matmul", ("gpu", "dtype"), "", ("heldout_mape", "heldout_p90")),
-        ("gemm_power_saturating_params.csv", "sum of four", ("gpu", "dtype"), "", ("sum4_mape", "sum4_p90")),
-        ("attention_heldout_scores.csv", "attention", ("gpu", "d"), "model", ("mape", "p90")),
-        ("moe_heldout_scores.csv", "grouped", ("gpu", "dtype"), "model", ("mape", "p90")),
-        ("collective_heldout_scores.csv", "collective", ("sys", "op", "n"), "model", ("mape", "p90")),
-        ("collective_heldout_scores.csv", "collective from 1 MB", ("sys", "op", "n"), "model", ("mape_ge1MB", "p90_ge1MB")),
-        ("collective_3param_heldout_scores.csv", "collective", ("sys", "op", "n"), "", ("mape", "p90")),
-        ("collective_3param_heldout_scores.csv", "collective from 1 MB", ("sys", "op", "n"), "", ("mape_ge1MB", "p90_ge1MB")),
-    )
-    """(file, what, columns of the key, column of the form or none: ours, columns of the scores)."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.scores: defaultdict[tuple[str, ...], dict[str, list[float]]] = defaultdict(dict)
-        if folder is None or not folder.is_dir():
-            return
-        for name, what, key, form, scores in self.SCORES:
-            for r in rows(folder / name):
-                if "trito" in r.get("src", ""):
-                    continue  # untuned kernels, as slow as nothing that trains
-                self.scores[what, *(r[c] for c in key)][r[form] if form else "same form"] = [float(r[c]) for c in scores]
+"""One fit: what of which GPU or link, its held-out errors and those of other forms (``forms``), both as others found them
+(``reference``), and the curve. Errors are [mean, 90th percentile]."""
+FEWEST = 100
+"""Samples of another head size from which its own curve is fitted too, to be shown."""
 
 
 def record(kind: str, of: str, what: str, fit: Fit[Any], reference: dict[str, list[float]], **more: Any) -> Record:
@@ -182,6 +74,16 @@ def record(kind: str, of: str, what: str, fit: Fit[Any], reference: dict[str, li
         "kind": kind, "of": of, "what": what, "samples": len(fit.samples), "mean": errors.mean, "p90": errors.p90,
         "reference": reference, **more, "curve": plain(fit.curve),
     }  # fmt: skip
+
+
+def scores(forms: Iterable[Ratios], samples: Iterable[Any] = (), chosen: Callable[[Any], bool] = bool) -> dict[str, list[float]]:
+    """[mean, 90th percentile] of the held-out error of each form, on every sample or on those ``chosen``."""
+    counted = np.array([chosen(s) for s in samples])
+    out = {}
+    for title, ratios in forms:
+        errors = Errors.of(ratios[np.isfinite(ratios) & (counted if counted.size else True)])
+        out[title] = [errors.mean, errors.p90]
+    return out
 
 
 def off(fit: Fit[Any], chosen: Callable[[Any], bool]) -> list[float]:
@@ -233,34 +135,60 @@ def fit_products(source: Source, gpu: GpuProfile, folder: Path, reference: Refer
         if dtype == "bf16" and len(small := matmul_samples(path, rows_from=128, sides_from=256)) > len(fit.samples):
             wider = fit_matmul(small, **settings).errors
             four["from_128_rows"] = [wider.mean, wider.p90]
-        scores = reference.scores["matmul", source.table, dtype]
-        yield record("matmul", source.gpu, dtype, fit, scores, shipped=dtype in gpu.peaks, **four)
+        other = products(
+            fit.samples,
+            peak=settings["peak"],
+            sms=gpu.sms,
+            item_bytes=BYTES[peak],
+            memory_bytes_per_second=rate,
+            cast=dtype != "bf16",
+        )
+        published = reference.scores["matmul", source.table, dtype]
+        yield record("matmul", source.gpu, dtype, fit, published, shipped=dtype in gpu.peaks, forms=scores(other), **four)
+
+
+def fit_forwards(source: Source, gpu: GpuProfile, folder: Path, reference: Reference) -> Iterator[Record]:
+    """Attention at head size 128, which is shipped, and at others of which there are enough samples."""
+    peak = gpu.peak_flops("bf16")
+    own = "attention_rtx_pro_6000_bf16.csv" if source.stem == "rtx_pro_6000" else "attention_prefill_causal_bf16.csv"
+    samples = attention_samples(found(folder, own), source.table, source.kernels)
+    for size in sorted({s.head_dim for s in samples}, key=lambda size: size != 128):
+        settings: dict[str, Any] = {"peak": peak, "sms": gpu.sms, "head_dim": int(size), "backward_ratio": RATIOS}
+        if sum(s.head_dim == size for s in samples) >= FEWEST:
+            fit = fit_attention(samples, source=f"{TABLES}; {BACKWARD}", **settings)
+            large = off(fit, lambda s: s.length >= 2048 and s.batch * s.heads >= 32 and s.length * s.batch <= 65536)
+            other = attention(fit.samples, peak=peak, masks=thirds_of([s.length for s in fit.samples]))
+            published = reference.scores["attention", source.table, str(int(size))]
+            more = {"shipped": size == 128, "large": large, "forms": scores(other)}
+            yield record("attention", source.gpu, f"head {size:.0f}", fit, published, **more)
+
+
+def fit_grouped(source: Source, gpu: GpuProfile, plain: Iterable[Record], folder: Path, reference: Reference) -> Iterator[Record]:
+    """Grouped products bounded by the plain ones and, not shipped, unbounded."""
+    for product in plain:
+        dtype, rate = product["what"], source.memory_gigabytes_per_second * 1e9
+        samples = expert_samples(found(folder, "moe_fused_balanced.csv"), source.table, dtype)
+        settings: dict[str, Any] = {"peak": gpu.peak_flops(PRECISIONS[dtype]), "item_bytes": BYTES[PRECISIONS[dtype]]}
+        if not samples:
+            continue
+        forms = scores(experts(samples, memory_bytes_per_second=rate, **settings))
+        for what, bound in ((dtype, 1.0), (f"{dtype}, unbounded", 1.6)):
+            fit = fit_experts(
+                samples, at_most=bound, plain=MatmulCurve(**product["curve"]), weight_gradient=1.2,
+                source=f"{TABLES}; weight gradient: median of SimuMax grouped products (A100-PCIe, B200)", **settings,
+            )  # fmt: skip
+            shipped = bound == 1.0 and product["shipped"]
+            published = reference.scores["grouped", source.table, dtype]
+            yield record("grouped", source.gpu, what, fit, published, shipped=shipped, bounded=bound == 1.0, forms=forms)
 
 
 def fit_gpu(source: Source, folder: Path, reference: Reference) -> Iterator[Record]:
-    """Products, attention, and grouped products bounded by the plain ones (and, not shipped, unbounded)."""
+    """Products, attention, grouped products."""
     gpu: GpuProfile = load_gpu(source.gpu)
-    products = list(fit_products(source, gpu, folder, reference))
-    yield from products
-    own = "attention_rtx_pro_6000_bf16.csv" if source.stem == "rtx_pro_6000" else "attention_prefill_causal_bf16.csv"
-    forward = fit_attention(
-        attention_samples(found(folder, own), source.table, source.kernels), peak=gpu.peak_flops("bf16"), sms=gpu.sms,
-        backward_ratio=RATIOS, source=f"{TABLES}; {BACKWARD}",
-    )  # fmt: skip
-    large = off(forward, lambda s: s.length >= 2048 and s.batch * s.heads >= 32 and s.length * s.batch <= 65536)
-    scores = reference.scores["attention", source.table, "128"]
-    yield record("attention", source.gpu, "head 128", forward, scores, shipped=True, large=large)
-    for product in products:
-        dtype = product["what"]
-        samples = expert_samples(found(folder, "moe_fused_balanced.csv"), source.table, dtype) if dtype in ("bf16", "fp8") else []
-        settings: dict[str, Any] = {
-            "plain": MatmulCurve(**product["curve"]), "peak": gpu.peak_flops(PRECISIONS[dtype]), "item_bytes": BYTES[PRECISIONS[dtype]],
-            "weight_gradient": 1.2,
-            "source": f"{TABLES}; weight gradient: median of SimuMax grouped products (A100-PCIe, B200)",
-        }  # fmt: skip
-        for what, bound in ((dtype, 1.0), (f"{dtype}, unbounded", 1.6)) if samples else ():
-            fit = fit_experts(samples, at_most=bound, **settings)
-            yield record("grouped", source.gpu, what, fit, reference.scores["grouped", source.table, dtype], shipped=bound == 1.0)
+    plain = list(fit_products(source, gpu, folder, reference))
+    yield from plain
+    yield from fit_forwards(source, gpu, folder, reference)
+    yield from fit_grouped(source, gpu, plain, folder, reference)
 
 
 def write_gpu(source: Source, records: list[Record]) -> None:
@@ -280,22 +208,31 @@ def fit_link(name: str, system: str, folder: Path, reference: Reference) -> Iter
     for kind, fits in fit_collective(samples, source=NCCL, protocols=True).items():
         op = {"all_to_all": "alltoall"}.get(kind, kind)
         for fit in fits:
-            key = (system, op, str(fit.curve.ranks))
+            key, other = (system, op, str(fit.curve.ranks)), list(collectives(fit.samples))
             more = {
-                "ranks": fit.curve.ranks, "collective": kind, "from_1_mb": off(fit, lambda s: s.bytes >= 1 << 20),
+                "ranks": fit.curve.ranks, "collective": kind, "forms": scores(other), "from_1_mb": off(fit, _large),
+                "forms_from_1_mb": scores(other, fit.samples, _large),
                 "from_1_mb_reference": reference.scores["collective from 1 MB", *key],
             }  # fmt: skip
-            yield record(
-                "link", name, f"{kind} over {fit.curve.ranks}", fit, reference.scores["collective", *key], shipped=True, **more
-            )
+            published = reference.scores["collective", *key]
+            yield record("link", name, f"{kind} over {fit.curve.ranks}", fit, published, shipped=True, **more)
+
+
+def _large(sample: Any) -> bool:
+    return bool(sample.bytes >= 1 << 20)
 
 
 def fit_vtrain(folder: Path) -> Iterator[Record]:
-    """All-reduce of vTrain's tables: V100's is shipped, A100's judges the form on messages up to 1 GB."""
+    """All-reduce of vTrain's tables: V100's is shipped, A100's judges the form on messages up to 1 GB. ``whole``: the same form fitted to,
+    and judged on, each megabyte, as the table was before it was thinned to sizes that are mostly small."""
     for gpu, link in (("v100", "nvlink2"), ("a100", "nvlink3")):
         samples = vtrain_samples(found(folder, "allreduce_vtrain_a100_v100.csv"), gpu)
-        for fit in fit_collective(samples, source=VTRAIN)["all_reduce"]:
-            more = {"ranks": fit.curve.ranks, "collective": "all_reduce", "shipped": gpu == "v100"}
+        dense = fit_collective(every_megabyte(samples))["all_reduce"]
+        for fit, whole in zip(fit_collective(samples, source=VTRAIN)["all_reduce"], dense, strict=True):
+            more = {
+                "ranks": fit.curve.ranks, "collective": "all_reduce", "shipped": gpu == "v100",
+                "whole": [whole.errors.mean, whole.errors.p90], "whole_bytes_per_second": whole.curve.bytes_per_second,
+            }  # fmt: skip
             yield record("vtrain", link, f"{gpu} all_reduce over {fit.curve.ranks}", fit, {}, **more)
 
 
@@ -363,6 +300,22 @@ def transfers(records: list[Record], folder: Path) -> list[Record]:
     return out
 
 
+def layouts(records: list[Record], folder: Path) -> list[Record]:
+    """Products in the three layouts of training (SimuMax) beside the forward's curve: times over it, and how far from that factor they
+    are. The A100 PCIe is held against the curve of the SXM board."""
+    out = []
+    for table, gpu in (("A100-80-PCIe", "a100-sxm-80gb"), ("B200-SXM", "b200-sxm-180gb")):
+        curve = MatmulCurve(**next(r["curve"] for r in records if (r["of"], r["kind"], r["what"]) == (gpu, "matmul", "bf16")))
+        peak = load_gpu(gpu).peak_flops("bf16")
+        for layout, what in (("TN", "forward"), ("NN", "input gradient"), ("NT", "weight gradient")):
+            samples = training_samples(found(folder, "training_gemm_simumax.csv"), table, layout)
+            factors = np.array([s.seconds / float(curve.seconds(peak, s.m, s.n, s.k)) for s in samples])
+            factor = float(np.median(factors))
+            out.append({"kind": "layout", "of": table, "what": what, "samples": len(samples), "factor": factor,
+                        "mean": float(np.abs(factor / factors - 1).mean())})  # fmt: skip
+    return out
+
+
 def keep(records: list[Record]) -> None:
     """What was fitted, figures of five digits."""
 
@@ -400,7 +353,8 @@ def main() -> int:
         every += own
         write_link(name, own) if given.write else None
     if not given.only:
-        keep([*every, *transfers(every, given.samples), *unseen_sizes(every, given.samples)])
+        judged = (transfers, unseen_sizes, layouts)
+        keep([*every, *(r for judge in judged for r in judge(every, given.samples))])
         print(f"{KEPT.relative_to(ROOT)} written; python benchmarks/hardware_errors.py puts it into docs/hardware.md")
     return 0
 

@@ -53,6 +53,12 @@ def theirs(scores: dict[str, list[float]], form: str) -> str:
     return f"{scores[form][0]:.1f}/{scores[form][1]:.1f}" if form in scores else ""
 
 
+def both(r: Record, title: str, form: str) -> str:
+    """Another form's mean and 90th percentile here and, in brackets, the mean elsewhere."""
+    beside = f" ({r['reference'][form][0]:.1f})" if form in r["reference"] else ""
+    return "/".join(map(share, r["forms"][title])) + beside
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 2) -> str:
     """Markdown; the first ``words`` columns are words."""
     rule = "|" + "---|" * words + "--:|" * (len(columns) - words)
@@ -62,7 +68,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 2)
 def products(records: Sequence[Record]) -> str:
     columns = ("GPU", "precision", "here", "same form, elsewhere", *PRODUCT_FORMS)
     own = [r for r in records if r["kind"] == "matmul"]
-    return table(columns, ((r["of"], r["what"], ours(r), *(theirs(r["reference"], f) for f in ("same form", *PRODUCT_FORMS.values())))
+    return table(columns, ((r["of"], r["what"], ours(r), theirs(r["reference"], "same form"), *(both(r, *f) for f in PRODUCT_FORMS.items()))
                            for r in own))  # fmt: skip
 
 
@@ -93,45 +99,76 @@ def sums(records: Sequence[Record]) -> str:
 def attention(records: Sequence[Record]) -> str:
     columns = ("GPU", "head size", "here", "same form, elsewhere", *ATTENTION_FORMS, "here, s >= 2,048 and 32 heads")
     form = "eff*sat(s)*sat(tiles)+t0"
-    return table(columns, ((r["of"], "128", ours(r), theirs(r["reference"], form),
-                            *(theirs(r["reference"], f) for f in ATTENTION_FORMS.values()), "/".join(map(share, r["large"])))
+    return table(columns, ((r["of"], r["what"].removeprefix("head "), ours(r), theirs(r["reference"], form),
+                            *(both(r, *f) for f in ATTENTION_FORMS.items()), "/".join(map(share, r["large"])))
                            for r in records if r["kind"] == "attention"))  # fmt: skip
 
 
 def experts(records: Sequence[Record]) -> str:
-    free = {(r["of"], r["what"].removesuffix(", unbounded")): r for r in records if r["kind"] == "grouped" and not r["shipped"]}
+    own = [r for r in records if r["kind"] == "grouped"]
+    free = {(r["of"], r["what"].removesuffix(", unbounded")): r for r in own if not r["bounded"]}
     columns = ("GPU", "precision", "here, at most the plain product", "here, unbounded", *EXPERT_FORMS)
     return table(columns, ((r["of"], r["what"], ours(r), ours(free[r["of"], r["what"]]).strip("*"),
-                            *(theirs(r["reference"], f) for f in EXPERT_FORMS.values()))
-                           for r in records if r["kind"] == "grouped" and r["shipped"]))  # fmt: skip
+                            *(both(r, *f) for f in EXPERT_FORMS.items()))
+                           for r in own if r["bounded"]))  # fmt: skip
+
+
+def mean(values: Iterable[float]) -> str:
+    """One digit; empty where there is nothing."""
+    kept = list(values)
+    return f"{statistics.fmean(kept):.1f}" if kept else ""
 
 
 def links(records: Sequence[Record]) -> str:
-    """Means over the group sizes of a collective."""
+    """Means over the group sizes of a collective; other forms here and, in brackets, elsewhere."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         if r["kind"] == "link":
             groups.setdefault((r["of"], r["collective"]), []).append(r)
-
-    def mean(values: Iterable[float]) -> str:
-        kept = list(values)
-        return f"{statistics.fmean(kept):.1f}" if kept else ""
-
     rows = []
     for (link, kind), own in groups.items():
         here = f"**{mean(100 * r['mean'] for r in own)}/{mean(100 * r['p90'] for r in own)}**"
-        large = f"{mean(100 * r['from_1_mb'][0] for r in own)}"
         same = [r["reference"]["same form"] for r in own if "same form" in r["reference"]]
         beside = f"{mean(s[0] for s in same)}/{mean(s[1] for s in same)}" if same else ""
-        above = mean(r["from_1_mb_reference"]["same form"][0] for r in own if "same form" in r["from_1_mb_reference"])
-        others = (mean(r["reference"][f][0] for r in own if f in r["reference"]) for f in LINK_FORMS.values())
-        rows.append((link, kind.replace("_", "-"), here, beside, large, above, *others))
-    columns = ("link", "collective", "here", "same form, elsewhere", "here, from 1 MB", "elsewhere, from 1 MB", *LINK_FORMS)
-    return table(columns, rows)
+        rows.append((link, kind.replace("_", "-"), here, beside, *(here_and_there(own, *form, "") for form in LINK_FORMS.items())))
+    return table(("link", "collective", "here", "same form, elsewhere", *LINK_FORMS), rows)
+
+
+def here_and_there(own: Sequence[Record], title: str, form: str, where: str) -> str:
+    """A form's mean error over rows, percent, here and, in brackets, elsewhere; ``where``: of all sizes, or ``from_1_mb``."""
+    forms, reference = (f"forms_{where}", f"{where}_reference") if where else ("forms", "reference")
+    there = mean(r[reference][form][0] for r in own if form in r[reference])
+    return mean(100 * r[forms][title][0] for r in own) + (f" ({there})" if there else "")
+
+
+FAMILIES = {"A100": ("nvlink3",), "H100, H200": ("nvlink4", "nvlink4-h200"), "RTX PRO 6000 over PCIe": ("pcie5",)}
+
+
+def link_means(records: Sequence[Record]) -> str:
+    """Over every row of a family of links: the form chosen and the others, all sizes and from 1 MB on."""
+    rows, own = [], [r for r in records if r["kind"] == "link"]
+    known = {name for names in FAMILIES.values() for name in names}
+    families = {"all": tuple(r["of"] for r in own), **FAMILIES, "Blackwell": tuple(r["of"] for r in own if r["of"] not in known)}
+    for family, names in families.items():
+        some = [r for r in own if r["of"] in names]
+        for where in ("", "from_1_mb"):
+            chosen = mean(100 * (r[where][0] if where else r["mean"]) for r in some)
+            there = mean(s["same form"][0] for r in some if "same form" in (s := r[f"{where}_reference" if where else "reference"]))
+            others = (here_and_there(some, *form, where) for form in LINK_FORMS.items())
+            rows.append((family, "from 1 MB" if where else "all", f"**{chosen}** ({there})", *others))
+    return table(("links", "sizes", "chosen", *LINK_FORMS), rows)
 
 
 def vtrain(records: Sequence[Record]) -> str:
-    return table(("table", "here"), ((r["what"].replace("_", "-"), ours(r)) for r in records if r["kind"] == "vtrain"), words=1)
+    columns = ("table", "each size that was kept alike", "every megabyte", "GB/s, fitted to every megabyte")
+    return table(columns, ((r["what"].replace("_", "-"), ours(r), "/".join(f"{100 * v:.2f}" for v in r["whole"]),
+                            f"{r['whole_bytes_per_second'] / 1e9:.0f}") for r in records if r["kind"] == "vtrain"), words=1)  # fmt: skip
+
+
+def layouts(records: Sequence[Record]) -> str:
+    columns = ("GPU", "product", "samples", "time over the curve (median)", "off that factor")
+    return table(columns, ((r["of"], r["what"], str(r["samples"]), f"x {r['factor']:.2f}", share(r["mean"]))
+                           for r in records if r["kind"] == "layout"))  # fmt: skip
 
 
 def unseen(records: Sequence[Record]) -> str:
@@ -143,8 +180,8 @@ def unseen(records: Sequence[Record]) -> str:
 
 
 TEXT = """
-Mean and 90th percentile of |predicted/measured - 1|, percent. *Elsewhere*: an independent fit of the same form to the same samples; the
-columns after it: other forms on them, from the same source.
+Mean and 90th percentile of |predicted/measured - 1|, percent, on samples that were held out; of other forms on the same samples as well, which
+`benchmarks/other_forms.py` fits. In brackets, or under *elsewhere*: the mean of an independent fit of the same form to the same samples.
 
 **Matrix products**, whole (n, k) pairs held out, m >= 1,024, n and k >= 512. `fp8_block` (DeepGEMM, a scale for each 1 x 128) is fitted to
 be seen: nothing is priced with it. Two runs of one grid differ by 3-5 % themselves.
@@ -154,9 +191,14 @@ be seen: nothing is priced with it. Two runs of one grid differ by 3-5 % themsel
 {sums}
 
 *From 128 rows*: the same form fitted to m >= 128, n and k >= 256 (7.4-9.7 elsewhere). *With H100's parameters*: what a GPU without samples
-costs (4.8 on H200, 5.7 on GB300, 7.8 on A100, 10.7 on B200 elsewhere).
+may cost (4.8 on H200, 5.7 on GB300, 7.8 on A100, 10.7 on B200 elsewhere).
 
-**Attention**, causal forward, bf16, every third length held out.
+Products in the layouts of training (SimuMax), as measured beside the forward's curve above; the A100 PCIe beside the SXM board's (elsewhere
+x 1.07 with 2.6-3.6 left; weight gradients x 1.05 of the forward's on it, x 1.08 on B200):
+
+{layouts}
+
+**Attention**, causal forward, bf16, every third length held out. Head size 128 is shipped, with the speed of others beside it.
 
 {attention}
 
@@ -169,7 +211,10 @@ Blackwell and is what training shows.
 
 {links}
 
-vTrain's all-reduce tables, 1 MB to 1 GB (the same form elsewhere on A100: 0.6-1.2):
+{link_means}
+
+vTrain's all-reduce tables, 1 MB to 1 GB. They had every megabyte; what is at hand keeps twenty sizes of each, mostly small ones. Judged on
+every megabyte (straight lines between the sizes kept) the form is as near as elsewhere (0.6-1.2 on A100, 237 GB/s over 8):
 
 {vtrain}
 
@@ -183,7 +228,7 @@ def section(records: Sequence[Record]) -> str:
     """The part of the page between the marks."""
     return TEXT.format(
         products=products(records), sums=sums(records), attention=attention(records), experts=experts(records), links=links(records),
-        vtrain=vtrain(records), unseen=unseen(records),
+        vtrain=vtrain(records), unseen=unseen(records), layouts=layouts(records), link_means=link_means(records),
     )  # fmt: skip
 
 

@@ -27,6 +27,19 @@ class Books:
     weakest: float = float("inf")
     """The least bound over columns cut by bound, solved or not explored."""
 
+    def solve(self, number: int) -> None:
+        """One of ``number`` columns of equal costs was solved."""
+        self.solved += 1
+        self.by_dominance += number - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """A column, and how many there are of its costs, itself included."""
+
+    shard: Shard
+    number: int
+
 
 @dataclass
 class Found:

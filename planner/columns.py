@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_models.chunks import blocks_transfers
-from cost_models.communication import stragglers
+from cost_models.communication import Network, reach, stragglers
 from cost_models.job import Job
 from cost_models.layout import V_SHAPED, Layout, Recompute, RecomputeRule
 from cost_models.passes import NO_RECOMPUTE, layer_key, unit_seconds, unit_weights
@@ -27,6 +27,8 @@ from cost_models.update import optimizer_seconds
 from planner.rules.core import Limits, limits_of
 from planner.wishes import Wish
 from profiles.errors import InputError
+from profiles.hardware import ClusterSpec
+from profiles.operations import Number
 
 Floats = npt.NDArray[np.float64]
 
@@ -232,6 +234,37 @@ def prefix_counts(job: Job) -> npt.NDArray[np.int64]:
         out[i + 1] = out[i]
         out[i + 1, kind] += 1
     return out
+
+
+GROUPS = (
+    "tp",
+    "ring",
+    "ulysses",
+    "cp",
+    "etp",
+    "ep",
+    "etp_ep",
+    "zero",
+    "dp_replicate",
+    "dp",
+    "edp_shard",
+    "edp_replicate",
+    "edp",
+    "pp",
+)
+"""Axes over which a layout's collectives run (``communication.Network.group``)."""
+
+
+def placement(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[Number, ...], ...]:
+    """How many ranks of each group share a domain, and how far messages between its neighbours and its ends go: all that prices see of a rank
+    order, so that layouts that differ in their order alone, and agree in this, cost the same."""
+    network, out = Network(cluster, layout), []
+    for axis in GROUPS:
+        group = network.group(axis)
+        ends = max(1, group.ranks - 1) * group.stride
+        pairs = [(group.ranks, group.stride), (2, reach(cluster, group.ranks, group.stride)), (2, round(ends))]
+        out.append(tuple(inside for ranks, stride in pairs for inside in cluster.spread(ranks, stride)))
+    return tuple(out)
 
 
 # -- a column -------------------------------------------------------------------------------------------------------------

@@ -137,14 +137,13 @@ def least_again_in_whole_layers(b: Bytes, groups: Sequence[Group], most: int, le
         ways = [(n,)] if len(groups) == 1 else sorted({(n - n // 2, n // 2), (n // 2, n - n // 2)})
         if not modes or sum(prod(comb(size + len(modes), len(modes)) for size in sizes) for sizes in ways) > TRIED:
             break
-        best = np.where(np.isin(np.arange(relaxed.shape[1]), open_), NEVER, 0.0)
-        for sizes in ways:
+        best = np.full(len(open_), NEVER)
+        for sizes in ways if len(open_) else ():
             over, main = _over(b, groups, [np.array([float(size)]) for size in sizes], leading)
             counts = [_counts(int(size[0]), len(modes)) for size in main]
-            for rank in open_:
-                best[rank] = min(best[rank], _covered(float(over[0, rank, 0]), counts, saved[modes], again[modes],
-                                                      [float(g.alive[rank]) for g in groups], float(beside[rank])))  # fmt: skip
-        relaxed[0, :, n - 1] = np.maximum(relaxed[0, :, n - 1], best)
+            alive = [g.alive[open_] for g in groups]
+            best = np.minimum(best, _covered(over[0, open_, 0], counts, saved[modes], again[modes], alive, beside[open_]))
+        relaxed[0, open_, n - 1] = np.maximum(relaxed[0, open_, n - 1], best)
     return relaxed
 
 
@@ -156,15 +155,14 @@ def _counts(layers: int, modes: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
 
 
 def _covered(
-    over: float, counts: Sequence[tuple[Floats, npt.NDArray[np.bool_]]], saved: Floats, again: Floats, alive: Sequence[float], beside: float
-) -> float:  # fmt: skip
-    """The least seconds of recompute that saves ``over`` bytes, and ``beside`` more where all layers recompute."""
-    if over <= 0:
-        return 0.0
-    gain, seconds, every = np.zeros(1), np.zeros(1), np.ones(1, bool)
+    over: Floats, counts: Sequence[tuple[Floats, npt.NDArray[np.bool_]]], saved: Floats, again: Floats, alive: Sequence[Floats], beside: Floats
+) -> Floats:  # fmt: skip
+    """By rank: the least seconds of recompute that saves ``over`` bytes, and ``beside`` more where all layers recompute."""
+    gain, seconds, every = np.zeros((len(over), 1)), np.zeros(1), np.ones(1, bool)
     for (rows, all_), microbatches in zip(counts, alive, strict=True):
-        gain = (gain[:, None] + microbatches * (rows @ saved)).ravel()
+        gain = (gain[:, :, None] + microbatches[:, None, None] * (rows @ saved)).reshape(len(over), -1)
         seconds = (seconds[:, None] + rows @ again).ravel()
         every = (every[:, None] & all_).ravel()
-    good = gain - np.where(every, beside, 0.0) >= over * (1 - ROUNDING)
-    return float(seconds[good].min(initial=NEVER))
+    good = gain - every * beside[:, None] >= (over * (1 - ROUNDING))[:, None]
+    least: Floats = np.where(good, seconds, NEVER).min(axis=1)
+    return np.where(over <= 0, 0.0, least)

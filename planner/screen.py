@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from planner.cells import AtCommas
 from planner.layout_words import short
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     for index, name in enumerate(columns):
         out.add_column(name, justify="left" if index < left else "right", overflow="fold")
     for row in rows:
-        out.add_row(*(str(cell) for cell in row))
+        out.add_row(*(cell if isinstance(cell, AtCommas) else str(cell) for cell in row))
     return out
 
 
@@ -217,7 +218,7 @@ def show_plan(out: Console, plan: Plan, saved_as: str | None = None, top: int | 
     if plan.runners_up:
         rows = [
             (
-                short(r.layout_text),
+                AtCommas(short(r.layout_text)),
                 seconds(r.estimate["step_seconds"]),
                 f"{100 * r.slower:+.1f} %",
                 percent(r.chance_faster),

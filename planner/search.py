@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from cost_models.communication import stragglers
 from cost_models.job import Job
+from cost_models.layout import DEDUPLICATED
 from cost_models.memory import StageMemory, fits
-from planner.books import Books, Found, Outcome, Queue
-from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, prefix_counts
+from planner.books import Alike, Books, Found, Outcome, Queue
+from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, placement, prefix_counts
 from planner.cores import Class, Cores, Key
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
@@ -84,7 +85,6 @@ class Search:
         self.best: Found | None = None
         self._vain: set[Key] = set()
         self._patience, self._share = PATIENCE, 0.0
-        self._solved: dict[tuple[Any, ...], float] = {}
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Search:
         while self._work(queue, effort, 1):
             pass
         for bound, level, _, item in queue.heap:
-            self._leave(bound, 1 if level else len(self._members(item)), bound >= self.fastest * (1 - queue.gap))
+            self._leave(bound, item[1].number if level else len(self._members(item)), bound >= self.fastest * (1 - queue.gap))
 
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows shape by shape, and work on what they add to the queue."""
@@ -259,8 +259,8 @@ class Search:
             self._patience -= 1
             self._tell(0.5 + 0.5 * queue.opened / effort if queue.opened > effort // 2 else 0.0)
             if level == 2:
-                one, shard, exact = item
-                self._solve_one(bound, one, shard, exact, queue.gap)
+                one, alike, exact = item
+                self._solve_one(bound, one, alike, exact, queue.gap)
                 continue
             for least, entry in self._open_class(bound, item) if level == 0 else self._answer(bound, *item):
                 queue.add(least, level + 1, entry)
@@ -284,12 +284,19 @@ class Search:
         self.books.weakest = min(self.books.weakest, bound)
 
     def _open_class(self, bound: float, one: Class) -> Iterator[tuple[float, Any]]:
+        """The columns of a class, those of equal costs as one."""
+        prefix, batch = self.rows[one.row].prefix, self._batch(one)
+        alike: dict[Any, list[Shard]] = {}
         for shard in self._members(one):
-            yield bound, (one, shard)
+            way = DEDUPLICATED if shard.dispatcher in DEDUPLICATED else shard.dispatcher
+            placed = placement(self.job.cluster, self.space.layout(prefix, batch, shard))
+            alike.setdefault((way, shard.offload, placed), []).append(shard)
+        for some in alike.values():
+            yield bound, (one, Alike(some[0], len(some)))
 
-    def _answer(self, bound: float, one: Class, shard: Shard) -> Iterator[tuple[float, Any]]:
+    def _answer(self, bound: float, one: Class, alike: Alike) -> Iterator[tuple[float, Any]]:
         """A column's own bound, and a quick answer."""
-        row, batch = self.rows[one.row], self._batch(one)
+        row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
         column, fitting = self.column(row.prefix, batch, shard)
         exact = None
         if one.key[0] != "dualpipe":
@@ -300,7 +307,7 @@ class Search:
             return
         if exact is None or column.layout.vpp == 1 or self.best is None:
             self._keep(quick(column, fitting, self.policies(batch, row.prefix)), row.prefix, batch, shard)
-        yield bound, (one, shard, exact)
+        yield bound, (one, alike, exact)
 
     def _first_answers(self, left: npt.NDArray[np.int64], most: int = 60) -> None:
         """Quick answers of rows of different families of degrees that look fast, until one fits and the next look little faster: behind a
@@ -331,51 +338,45 @@ class Search:
         """Whether the time allowed is over."""
         return self.deadline is not None and time.monotonic() > self.deadline
 
-    def _solve_one(self, bound: float, one: Class, shard: Shard, exact: Costs | None, gap: float) -> None:
-        row, batch = self.rows[one.row], self._batch(one)
+    def _solve_one(self, bound: float, one: Class, alike: Alike, exact: Costs | None, gap: float) -> None:
+        row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
         column, fitting = self.column(row.prefix, batch, shard)
         some = self.policies(batch, row.prefix)
         if exact is not None and column.layout.vpp > 1:
-            self.books.weakest = min(self.books.weakest, self._solve_loads(bound, one, shard, exact, gap))
+            self.books.weakest = min(self.books.weakest, self._solve_loads(bound, one, alike, exact, gap))
             return
         result = solve_column(column, fitting, some, self.fastest, bound, self.totals, gap, deadline=self.deadline)
         self.books.programs += result.programs
         self.books.cuts += result.cuts
         if result.unfit:
-            self.books.by_memory += 1
+            self.books.by_memory += alike.number
         elif result.cut:
             self.books.weakest = min(self.books.weakest, max(bound, result.bound))
         else:
-            self.books.solved += 1
+            self.books.solve(alike.number)
             self.books.weakest = min(self.books.weakest, max(bound, result.bound))
             self._keep(result.answer, row.prefix, batch, shard)
 
-    def _solve_loads(self, bound: float, one: Class, shard: Shard, exact: Costs, gap: float) -> float:
-        """The least seconds of any step of a column with several chunks a rank. Columns whose costs are equal, because their rank orders
-        place alike what matters, are solved once."""
-        mark = (one, shard.dispatcher, shard.offload, exact.mark())
-        if mark in self._solved:
-            self.books.by_dominance += 1
-        elif not self.prove and one.key in self._vain:
-            self.books.unexplored += 1
+    def _solve_loads(self, bound: float, one: Class, alike: Alike, exact: Costs, gap: float) -> float:
+        """The least seconds of any step of a column with several chunks a rank."""
+        if not self.prove and one.key in self._vain:
+            self.books.unexplored += alike.number
             return bound
-        else:
-            self.books.solved += 1
-            before = bound
-            row, batch = self.rows[one.row], self._batch(one)
-            column, fitting = self.column(row.prefix, batch, shard)
-            rounds = LOADS if self.prove else LOADS // 8
-            shape, some = self.cores.shape(one.key), self.policies(batch, row.prefix)
-            found = best_loads(column, fitting, some, shape, exact, self.fastest, PROVED, rounds, prove=self.prove)
-            self._keep(found[0], row.prefix, batch, shard)
-            bound = max(bound, found[1])
-            if bound < self.fastest * (1 - gap):  # the paths that were found bound it better
-                again = self.cores.bound(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))
-                bound = max(bound, float(self.step(again)))
-            self._solved[mark] = bound
-            if bound < before + VAIN * (self.fastest - before):
-                self._vain.add(one.key)
-        return max(bound, self._solved[mark])
+        self.books.solve(alike.number)
+        before = bound
+        row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
+        column, fitting = self.column(row.prefix, batch, shard)
+        rounds = LOADS if self.prove else LOADS // 8
+        shape, some = self.cores.shape(one.key), self.policies(batch, row.prefix)
+        answer, least = best_loads(column, fitting, some, shape, exact, self.fastest, PROVED, rounds, prove=self.prove)
+        self._keep(answer, row.prefix, batch, shard)
+        bound = max(bound, least)
+        if bound < self.fastest * (1 - gap):  # the paths that were found bound it better
+            again = self.cores.bound(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))
+            bound = max(bound, float(self.step(again)))
+        if bound < before + VAIN * (self.fastest - before):
+            self._vain.add(one.key)
+        return bound
 
     # -- what fits at all -------------------------------------------------------------------------------------------
 

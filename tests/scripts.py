@@ -11,7 +11,9 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def script(name: str) -> ModuleType:
-    """``benchmarks/NAME.py``, imported once."""
+    """``benchmarks/NAME.py``, imported once; what scripts share lies beside them."""
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
         assert spec is not None

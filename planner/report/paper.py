@@ -155,8 +155,10 @@ def _candidates(axes: Any, plan: Plan) -> None:
             axes.scatter(
                 [r["bytes"] / figures.GIB for r in mine], [r["seconds"] for r in mine], c=colour, marker=marker, s=size, label=role
             )
-    axes.axvline(plan.estimate["limit_bytes"] / figures.GIB, color="#D55E00", linestyle="--", linewidth=1.2)
-    axes.set(xlabel="GiB on the fullest GPU", ylabel="seconds of a step", xlim=(0, None))
+    limit = plan.estimate["limit_bytes"] / figures.GIB
+    axes.axvline(limit, color="#D55E00", linestyle="--", linewidth=1.2, label="limit")
+    most = max(limit, *(r["bytes"] / figures.GIB for r in rows))
+    axes.set(xlabel="GiB on the fullest GPU", ylabel="seconds of a step", xlim=(0, 1.06 * most))
     axes.margins(y=0.25)
     axes.set_title("time against memory")
     _legend(axes)

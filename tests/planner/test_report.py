@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from planner import plan as plans
+from planner.cells import AtCommas
 from planner.plan import Plan
 from planner.report import figures
 from planner.report.spans import Spans, spans_of
-from planner.screen import show_memory, show_timeline, sparkline
+from planner.screen import show_memory, show_timeline, sparkline, table
 
 
 @pytest.fixture(scope="session")
@@ -380,3 +382,15 @@ def test_a_plan_of_several_gpu_types_has_no_candidates_to_draw_again(solved):
     other = solved.model_copy(update={"certificate": solved.certificate.model_copy(update={"objective": "fewest-gpus"})})
     assert considered(other) == Considered((), 0, 0)
     assert considered(other).note == ""
+
+
+@pytest.mark.parametrize("width", [140, 100])
+def test_a_layout_in_a_narrow_cell_breaks_at_its_commas(width: int) -> None:
+    text = "tp=4,pp=4,vpp=3,dp_shard=4,zero=1,micro_batch=1,schedule=interleaved,recompute=selective(layernorm,mlp_act),stages=6|6|6|7|7|7"
+    out = io.StringIO()
+    Console(file=out, width=width).print(table("", ("layout", "loses"), [(AtCommas(text), "communication.tp " * 4)]))
+    lines = [line.split("  ")[0].strip() for line in out.getvalue().splitlines() if "=" in line]
+    assert len(lines) > 1
+    assert "".join(lines) == text
+    assert all(line.endswith(",") for line in lines[:-1])
+    assert any("selective(layernorm,mlp_act)" in line for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from functools import cache
 
@@ -10,6 +11,8 @@ import pytest
 
 from cost_models.job import Job
 from cost_models.layout import SCHEDULES, Layout, divisors
+from cost_models.step import estimate
+from planner.columns import placement
 from planner.legality import RULES, limits_of
 from planner.rules.cluster import same_placement
 from planner.rules.core import Case
@@ -148,3 +151,25 @@ def test_an_exclusion_of_several_fields_leaves_out_what_has_all_of_them_and_noth
 def test_a_wish_about_what_the_space_does_not_choose_is_refused(pins: str, excluded: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         found(pins, excluded=excluded)
+
+
+@pytest.mark.parametrize("execution", ["axisplan", "megatron"])
+def test_layouts_that_differ_in_rank_order_cost_the_same_where_all_groups_lie_as_near(execution: str) -> None:
+    j = job("mixtral-8x7b", "h100-sxm:4x8", 4096, 128, execution)
+    space, rng, alike, apart = Space(j), random.Random(0), 0, 0
+    while alike < 12 or apart < 6:
+        prefix = rng.choice(space.prefixes)
+        batch = rng.choice(space.batches(prefix.tp, prefix.cp, prefix.pp, prefix.dp))
+        split = rng.choice(space.columns_of(prefix, batch) or [None])
+        if split is None:
+            continue
+        layout = space.layout(prefix, batch, split)
+        cost = estimate(j, layout, detail=False).step_seconds
+        for order in {s.order for s in space.columns_of(prefix, batch)} - {split.order}:
+            other = layout.with_(order=order)
+            seconds = estimate(j, other, detail=False).step_seconds
+            if placement(j.cluster, layout) == placement(j.cluster, other):
+                alike += 1
+                assert seconds == pytest.approx(cost, rel=1e-12)
+            else:
+                apart += seconds != cost
