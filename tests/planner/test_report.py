@@ -402,6 +402,6 @@ def test_settings_in_the_report_are_words_and_figures_as_people_write_them(dense
     settings = dict(re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td></tr>", shown.split("</details>")[0]))
     assert settings["frozen"] == settings["memory limit bytes"] == "none"
     assert settings["seq len"] == "4096"
-    assert settings["execution: accumulate_bytes"] == "6"
-    assert {"yes", "no"} >= {v for k, v in settings.items() if k in ("execution: dp_overlap", "execution: fused_qkv")}
+    assert settings["margin"] == "0.08"
+    assert {"yes", "no"} & set(settings.values())
     assert not [v for v in settings.values() if v in ("True", "False", "None", "[]")]
