@@ -31,10 +31,11 @@ OTHERWISE_KEPT = ("attention_output",)
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Bytes of a block's own gradients at its backward's fullest: ``most`` where each weight's is taken away at once, ``waiting``
-    and ``left`` as in ``LayerCost``."""
+    """Bytes of a block's own gradients at its backward's fullest: ``most`` where each weight's is taken away at once, ``begun``,
+    ``waiting`` and ``left`` as in ``LayerCost``."""
 
     most: Number
+    begun: Number
     waiting: Number
     left: Number
 
@@ -50,7 +51,14 @@ class Builder:
     _backward_weight: list[Operation] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
 
-    def done(self, input_bytes: Number = 0, transient: Number = 0, waiting: Number | None = None, left: Number = 0) -> LayerCost:
+    def done(
+        self,
+        input_bytes: Number = 0,
+        transient: Number = 0,
+        begun: Number | None = None,
+        waiting: Number | None = None,
+        left: Number = 0,
+    ) -> LayerCost:
         return LayerCost(
             tuple(self.forward),
             tuple(reversed(self._backward_input)),
@@ -58,6 +66,7 @@ class Builder:
             tuple(s for s in self.saved if not s.held_for_weight or s.name in OTHERWISE_KEPT or self._learns(s.name)),
             input_bytes,
             transient,
+            transient if begun is None else begun,
             transient if waiting is None else waiting,
             left,
         )
@@ -271,12 +280,13 @@ class Builder:
         every = self.weight_gradient(self.weights)
         end = every + min(max(products, 1), 2) * whole - sum(s.bytes for s in self.saved)
         waiting = maximum(maximum(last, core + before), maximum(first + (every if products else before), end))
-        return Gradients(maximum(maximum(last, core), first + self.weight_gradient(entering[1])), waiting, every)
+        begun = maximum(core, first + self.weight_gradient(entering[1]))
+        return Gradients(maximum(last, begun), maximum(begun, last - gathered), waiting, every)
 
     def gradients(self, most: Number) -> Gradients:
         """A block of which only the fullest moment is known: its weight gradients may all exist then."""
         every = self.weight_gradient(self.weights)
-        return Gradients(most, most + every, every)
+        return Gradients(most, most, most + every, every)
 
     def weight_gradient(self, elements: Number) -> Number:
         """Bytes of a fresh weight gradient; none where the product accumulates (or has its lasting dummy)."""
@@ -301,7 +311,8 @@ class Builder:
         traffic = size * (3 * local.bytes + (4 if dropout else 0))
         self.pointwise(f"{block}_residual", traffic, traffic)
         stream = size * local.bytes
-        return self.done(stream, gradients.most + stream, gradients.waiting + stream, gradients.left)
+        most, begun, waiting = (size + stream for size in (gradients.most, gradients.begun, gradients.waiting))
+        return self.done(stream, most, begun, waiting, gradients.left)
 
     def linear_input(self, name: str, elements: Number, *, kept: bool) -> None:
         """The kept input of a linear layer: nothing new where a 16-bit tensor of the same values is ``kept`` already and serves."""

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cost_models.arrays import maximum
+from cost_models.arrays import maximum, where
 from cost_models.job import Job
 from cost_models.layout import SPLIT_BACKWARD
+from cost_models.model_end import prediction_module, waiting_for_embedding
 from cost_models.stage_states import unit_holding
 from cost_models.state_bytes import shards
 from cost_models.states import Holding
+from cost_models.unit_memory import Run, unit_memory
 from profiles.operations import Number
 
 
@@ -92,7 +94,11 @@ class Units:
     def waiting_ends(self) -> Number:
         """Gradients that wait for the ends' reduction: the head's, and those of prediction modules' lookups."""
         lookups = self.trained("tokens").all if self.last and self._looks_up else 0
-        return self.own * (lookups + (self.trained("head").all if self.last else 0))
+        return self.waiting_head + self.own * lookups
+
+    @property
+    def waiting_head(self) -> Number:
+        return self.own * self.trained("head").all if self.last else 0
 
     def whole(self, unit: int | str) -> Number:
         """A layer's own gathered parameters."""
@@ -140,3 +146,67 @@ class Units:
         held = self.holding(unit)
         last_gather = self.job.gathered_element * maximum(held.dense, held.expert)
         return self.gathered_ends + maximum(transient + last_gather, self.gathered_ends)
+
+
+def backward_by_unit(
+    job: Job, degrees: Any, runs: tuple[Run, ...], kept: Number, *, first: bool, last: bool, once: bool
+) -> tuple[Number, Number]:
+    """``ChunkMemory``'s (loss, backward) where ZeRO-3 gathers and reduces unit by unit, whole parameters and gradients included.
+
+    The states hold all reduced gradients; in the backward of a step's only microbatch (``once``) those of layers still to come do
+    not exist yet.
+    """
+    units = Units(job, degrees, first, last)
+    freed: Number = 0
+    missing: Number = 0
+    loss: Number = 0
+    behind: Number = 0
+    if once:
+        missing = units.reduced_ends + sum(units.reduced(run.kind) * run.count for run in runs)
+    if last and runs:
+        loss, freed, behind = _losses_by_unit(job, degrees, units, runs[-1])
+        loss = loss - missing
+    backward: Number = units.reducing_ends - kept
+    if first and last:
+        waits, lookup = waiting_for_embedding(job, degrees), unit_memory(job, degrees, "embedding").transient
+        joined = units.throughout + where(waits > 0, lookup + waits, 0) - kept
+        backward = maximum(backward, joined + (units.behind(runs[0].kind) if runs else 0))
+    for place in range(len(runs) - 1, -1, -1):
+        run = runs[place]
+        unit = unit_memory(job, degrees, run.kind, run.rule)
+        again = unit.saved - unit.kept if run.rule.mode == "full" else maximum(unit.saved - unit.kept, 0)
+        beside = units.throughout + units.whole(run.kind)
+        for number in range(min(run.count, 3)):  # the first, the one behind it, and the last, behind which another run lies
+            done = number if number < 2 else run.count - 1
+            following = run.kind if done < run.count - 1 else runs[place - 1].kind if place else None
+            ahead = 0 if following is None else units.ahead(following)
+            gone = freed + unit.kept * done
+            absent = missing - units.reduced(run.kind) * done if once else 0
+            waiting = units.waiting(run.kind, unit.waiting)
+            backward = maximum(backward, again + waiting - gone + beside + ahead + behind - absent)
+            behind = units.behind(run.kind)
+        freed = freed + unit.kept * run.count
+        missing = missing - units.reduced(run.kind) * run.count if once else 0
+        backward = maximum(backward, units.reducing(run.kind) + unit.stream - freed - missing)
+    return loss, backward
+
+
+def _losses_by_unit(job: Job, degrees: Any, units: Units, layer: Run) -> tuple[Number, Number, Number]:
+    """Of ``_unit_by_unit``: the most around the losses and in the backward of prediction modules (their layer follows the rule of
+    the model's last ``layer``), what is free when the model's layers begin, and the reduction's input that still lives then."""
+    head = unit_memory(job, degrees, "head")
+    if not job.model.mtp:
+        return units.at_loss(layer.kind, head.transient), head.kept, 0
+    inner, (kept, _) = unit_memory(job, degrees, layer.kind, layer.rule), prediction_module(job, degrees, layer)
+    again = maximum(inner.saved - inner.kept, 0)
+    most = units.at_loss("mtp", head.transient)
+    freed: Number = 0
+    behind: Number = 0
+    waits: Number = 0
+    for more in reversed(range(job.model.mtp)):
+        most = maximum(most, head.transient + units.gathered_ends + waits + behind - freed)
+        inside = again + units.waiting(layer.kind, inner.waiting) + units.whole("mtp") + units.gathered_ends
+        ahead = units.ahead("mtp" if more else layer.kind)
+        most = maximum(most, inside + maximum(waits, units.waiting_head) + ahead + behind - freed - head.kept)
+        freed, behind, waits = freed + kept, units.behind("mtp"), units.waiting_ends
+    return maximum(most, head.transient + units.throughout + ahead + behind - freed), freed + head.kept, behind

@@ -72,6 +72,8 @@ class LayerCost:
     input_bytes: Number = 0
     """The layer's own input, which full recompute keeps instead of everything in ``saved``."""
     transient: Number = 0
+    begun: Number = 0
+    """The same from the layer's first complete weight gradient on (when ZeRO-2 begins a bucket)."""
     waiting: Number = 0
     """The same where the layer's weight gradients wait for each other (``Execution.reduces_by_unit``)."""
     left: Number = 0
@@ -118,6 +120,7 @@ class LayerCost:
             self.saved + other.saved,
             self.input_bytes,
             maximum(self.transient - other.saved_bytes, other.transient),
+            maximum(self.transient - other.saved_bytes, other.begun),
             maximum(self.waiting - other.saved_bytes + other.left, other.waiting),
             self.left + other.left,
         )

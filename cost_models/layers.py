@@ -123,8 +123,7 @@ def mtp_operations(job: Job, degrees: Degrees, embedding: LayerCost, layer: Laye
     b.norm("mtp_embedding_norm", rows, h, output=False)
     b.norm("mtp_hidden_norm", rows, h, output=False)
     if local.execution.keeps_gathered_input:  # what it norms, the head before it keeps already, unless gathered over TP
-        at = next(i for i, kept in enumerate(b.saved) if kept.name == "mtp_hidden_norm_input")
-        b.saved[at] = replace(b.saved[at], bytes=b.saved[at].bytes * where(local.sp > 1, 1, 0))
+        b.keep("mtp_hidden_norm_shared", -rows * h * local.bytes * where(local.sp > 1, 0, 1))
     b.keep("mtp_projection_input", rows * 2 * h * local.input_bytes, weight=True)
     b.linear("mtp_projection", rows, h, 2 * h)
     return embedding + b.done(rows * h * local.bytes) + layer + head

@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.activations import ChunkMemory, Run, chunk_memory, offloaded, runs_of
+from cost_models.activations import ChunkMemory, Place, chunk_memory, offloaded, place_of, runs_of
 from cost_models.arrays import maximum, minimum, plain, where
 from cost_models.job import Job
 from cost_models.layout import ZERO_BUBBLE, Layout
 from cost_models.overheads import communicators, gathered_buffers, graph_pool, initial_bytes, lasting_buffers, optimizer_temporary
-from cost_models.schedules import in_flight
+from cost_models.schedules import holds, in_flight
 from cost_models.stage_states import Units, ranks_chunks, stage_holding, stage_units
 from cost_models.state_bytes import States
 from cost_models.state_bytes import states as states_of
+from cost_models.unit_memory import Run
 from profiles.errors import InputError
 from profiles.operations import Number
 
@@ -95,15 +96,14 @@ def stage_memory(job: Job, layout: Layout) -> tuple[StageMemory, ...]:
 
 def ranks_memory(job: Job, layout: Any, microbatches: int) -> Iterator[StageMemory]:
     """Memory of each pipeline rank of a ``Layout``, or of many that agree in all but their degrees (``memory_bulk.LayoutArrays``)."""
-    last = layout.chunks - 1
     fixed: dict[Units, Fixed] = {}
-    alike: dict[tuple[tuple[Run, ...], bool, bool], ChunkMemory] = {}
+    alike: dict[tuple[tuple[Run, ...], Place], ChunkMemory] = {}
     for rank, held in enumerate(in_flight(layout.schedule, layout.pp, layout.vpp, microbatches)):
         units, chunks = stage_units(job, layout, rank), {}
         if units not in fixed:
             fixed[units] = fixed_part(job, layout, rank)
         for chunk in ranks_chunks(layout, rank):
-            key = (runs_of(job, layout, chunk), chunk == 0, chunk == last)
+            key = (runs_of(job, layout, chunk), place_of(layout, chunk))
             if key not in alike:
                 alike[key] = chunk_memory(job, layout, chunk)
             chunks[chunk] = alike[key]
@@ -144,7 +144,7 @@ def peak(layout: Any, fixed: Fixed, chunks: Mapping[int, ChunkMemory], snapshots
         kept = kept_at(chunks, snapshot)
         running = tuple([(alive > 0, held > 0) for _, alive, held in snapshot])
         if running not in known:
-            known[running] = _fullest(chunks, snapshot, fixed.gathered, whole)
+            known[running] = _fullest(chunks, snapshot, fixed.gathered, whole and not holds(snapshot))
         beyond, name = known[running]
         more = kept + beyond > activations + temporary
         activations, temporary, moment = where(more, kept, activations), where(more, beyond, temporary), where(more, name, moment)
@@ -188,9 +188,11 @@ def beyond_kept(
     chunk: ChunkMemory, alive: int, held: int, gathered: tuple[Number, Number], whole: bool
 ) -> Iterator[tuple[str, Number]]:
     """(moment, the most bytes beyond what is kept) while a chunk with so many microbatches alive and held for their weight
-    gradients runs; ``whole``: backwards that are not split happen. An input-gradient pass is told of by what it leaves."""
+    gradients runs; ``whole``: backwards that are not split happen then. An input-gradient pass is told of by what it leaves."""
     if alive and chunk.loss is not None:
         yield "loss", chunk.loss + gathered[0]
+    if alive and whole and chunk.head is not None:
+        yield "gradient of the head", chunk.head + gathered[0]
     if alive and whole:
         yield "backward of a layer", chunk.backward + gathered[1]
     if held:

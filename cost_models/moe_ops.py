@@ -107,16 +107,21 @@ def _backward_peak(b: Builder, ffn: Moe, rows: Number, width: Number, sent: Numb
     up = 2 if ffn.gated else 1
     pieces = 1 if execution.fused_gate_up else up
     matrix = maximum(ffn.experts // local.degrees.ep, 1) * h * width
-    weigh = (1 + execution.moe_buffers) * sent
+    shared = {s.name: s.bytes for s in b.saved if s.name.startswith("shared_")}
+    weigh = (1 + execution.moe_buffers) * sent + shared.get("shared_input", 0)  # in a recomputation the shared experts come after
     normed = 0 if _input_kept(b, ffn) else local.split_tokens * h * size
     bring = (1 + execution.moe_buffers) * rows * h * size - free + normed
     last = rows * (h + width) * size + b.weight_gradient(matrix) - free
     middle = activation_gradients(local, rows, width, gated=ffn.gated) - free
-    first = (pieces * rows * h - rows * width) * size - free
+    inputs = rows * h if pieces == 1 else maximum(rows * h, 2 * rows * h - rows * width)
+    first = (inputs - rows * width) * size - free
     beside = 0
     if ffn.shared_width:  # its backward comes first: its saved tensors are free, its input's gradient waits
-        beside = local.split_tokens * h * size - sum(s.bytes for s in b.saved if s.name in ("shared_hidden", "shared_product"))
-    most = maximum(maximum(maximum(weigh, bring), last), maximum(middle, first + b.weight_gradient(matrix * up // pieces)))
+        done = ("shared_input", "shared_hidden", "shared_product")
+        beside = local.split_tokens * h * size - sum(shared.get(name, 0) for name in done)
+    after = maximum(middle, first + b.weight_gradient(matrix * up // pieces))
+    begun = maximum(last - rows * h * size, after)  # what the last layer's gradients were made of is gone
+    most = maximum(maximum(weigh, bring), maximum(last, after))
 
     dense = b.weight_gradient(b.weights - (1 + up) * matrix)
     gathered, reduced = (
@@ -127,7 +132,7 @@ def _backward_peak(b: Builder, ffn: Moe, rows: Number, width: Number, sent: Numb
     reducing = rows * h * size - free - inner + every + reduced - gathered
     waiting = maximum(maximum(weigh, bring), maximum(last, middle + b.weight_gradient(matrix)))
     waiting = maximum(waiting, maximum(first + every, reducing)) + beside + (dense if ffn.shared_width else 0)
-    return Gradients(most + beside, waiting, dense + reduced - gathered)
+    return Gradients(most + beside, (most if ffn.shared_width else begun) + beside, waiting, dense + reduced - gathered)
 
 
 def own_tokens(local: Local) -> Number:
@@ -158,7 +163,7 @@ def _router(b: Builder, ffn: Moe, mine: Number) -> None:
     b.keep("router_probabilities", mine * (4 * ffn.experts + 14 * ffn.top_k + 4))
     if execution.router_fp32 and local.bytes < 4:
         if local.job.trains("router"):
-            b.keep("router_input", 4 * mine * h)
+            b.keep("router_input", 4 * mine * h, weight=True)
         b.keep("router_weight", 4 * ffn.experts * h)
     if execution.router_collectives:
         b.collective("forward", "all_to_all", "ep", 8 * ffn.experts, "route_counts")

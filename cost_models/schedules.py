@@ -181,11 +181,19 @@ def _in_flight(rank: int, order: Order) -> InFlight:
             held[a.chunk] += a.kind == "B"
             if a.kind == "B":
                 seen.add(tuple((c, alive[c], held[c]) for c in chunks))
-    return InFlight(rank, tuple(sorted(s for s in seen if not any(_exceeds(other, s) for other in seen if other != s))))
+    apart = {"B", "BW"} <= {a.kind for a in order}  # whole backwards run while nothing is held: those moments are their own
+    return InFlight(rank, tuple(sorted(s for s in seen if not any(_exceeds(other, s, apart) for other in seen if other != s))))
 
 
-def _exceeds(a: tuple[tuple[int, int, int], ...], b: tuple[tuple[int, int, int], ...]) -> bool:
+def _exceeds(a: tuple[tuple[int, int, int], ...], b: tuple[tuple[int, int, int], ...], apart: bool) -> bool:
+    if apart and holds(a) != holds(b):
+        return False
     return all(x[1] >= y[1] and x[2] >= y[2] for x, y in zip(a, b, strict=True))
+
+
+def holds(snapshot: tuple[tuple[int, int, int], ...]) -> bool:
+    """Whether a microbatch waits for its weight gradients."""
+    return any(held for _, _, held in snapshot)
 
 
 # -- the orders -----------------------------------------------------------------------------------------------------------

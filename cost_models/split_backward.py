@@ -9,7 +9,8 @@ gradient is there, which then goes; all weight gradients wait until the last is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cost_models.arrays import maximum
@@ -18,14 +19,31 @@ from cost_models.layer_cost import LOSS, LayerCost, Local
 from cost_models.stage_states import unit_holding
 from profiles.operations import GroupedMatmul, Matmul, Number
 
-Unit = tuple[int, Number, Number, Number]
-"""(how many in a row, bytes that a unit's weight-gradient pass holds, of the gradients it makes, ``within``)."""
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """``count`` units in a row of a weight-gradient pass: bytes that go as each one's gradients are made (``frees``), of these gradients
+    (``own``), the most by which they are more than what went meanwhile (``within``), of the bucket that they are taken into under
+    ZeRO-2."""
+
+    count: int
+    frees: Number
+    own: Number
+    within: Number
+    bucket: Number
 
 
 def above_weights(cost: LayerCost) -> Number:
     """Of what a unit saves, that which lies above its last weight: no weight-gradient pass needs it where no weight follows."""
     names = LOSS if any(s.name.endswith("_post_norm_input") for s in cost.saved) else (*LOSS, "experts_output")
     return sum(s.bytes for s in cost.saved if s.name in names)
+
+
+def outlasting(cost: LayerCost) -> Number:
+    """Of what a unit holds for its weight-gradient pass, that which no weight's own node keeps: it goes with the whole graph, when the
+    pass is over. Attention keeps its output too."""
+    by_weights = [s.name for s in cost.saved if (s.held_for_weight and s.name != "attention_output") or s.module == "norm"]
+    return sum(s.bytes for s in cost.saved if s.name not in (*LOSS, *by_weights))
 
 
 def joining_gradients(job: Job, degrees: Any) -> Number:
@@ -52,16 +70,21 @@ def within(job: Job, cost: LayerCost) -> Number:
     return most
 
 
-def weight_pass_peak(units: Iterable[Unit], bucket: Number) -> Number:
-    """The most beyond what a chunk holds for its weight-gradient pass; ``units`` in the order of the pass; ``bucket``: the buffer
-    that the gradients are taken into at its end."""
+def weight_pass_peak(units: Sequence[Unit], held: Number) -> Number:
+    """The most beyond what a chunk has ``held`` for its weight-gradient pass; ``units`` in the order of the pass. When it is over, the
+    gradients alone are there, and go into their buckets one after the other."""
     most: Number = 0
     beyond: Number = 0
-    for count, held, own, inner in units:
-        most = maximum(most, beyond + inner)
-        most = maximum(most, beyond + (count - 1) * (own - held) + inner)
-        beyond = beyond + count * (own - held)
-    return maximum(most, beyond + bucket)
+    for unit in units:
+        most = maximum(most, beyond + unit.within)
+        most = maximum(most, beyond + (unit.count - 1) * (unit.own - unit.frees) + unit.within)
+        beyond = beyond + unit.count * (unit.own - unit.frees)
+    most = maximum(most, beyond)
+    beyond = sum(unit.count * unit.own for unit in units) - held
+    for unit in units:
+        most = maximum(most, beyond + unit.bucket)
+        beyond = beyond - unit.count * unit.own
+    return most
 
 
 def own_gradients(job: Job, degrees: Any, unit: int | str) -> Number:

@@ -67,8 +67,6 @@ class Queue:
     heap: list[tuple[float, int, int, Any]] = field(default_factory=list)
     opened: int = 0
     added: int = 0
-    answers: bool = False
-    """Whether only answers are wanted, no proofs."""
 
     def add(self, bound: float, level: int, item: Any) -> None:
         self.added += 1

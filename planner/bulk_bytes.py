@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.activations import unit_memory
 from cost_models.job import Job
 from cost_models.layout import RecomputeRule
 from cost_models.overheads import communicators, gathered_layers, message_buffers
 from cost_models.stage_states import unit_holding
 from cost_models.state_bytes import shards, states
+from cost_models.unit_memory import unit_memory
 from planner.bulk import KINDS, Ints, degrees_of, dispatchers_of
 from planner.rules.core import Limits
 

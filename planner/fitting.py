@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.activations import ChunkMemory, Run, assemble, sends_on
+from cost_models.activations import ChunkMemory, Place, assemble, place_of
 from cost_models.fully_sharded import by_unit
 from cost_models.job import Job
 from cost_models.layout import Layout, RecomputeRule
@@ -25,22 +25,19 @@ from cost_models.schedules import in_flight
 from cost_models.stage_states import ranks_chunks
 from cost_models.state_bytes import States, states
 from cost_models.states import Holding, embedding_weights, head_weights, hold, layer_weights
+from cost_models.unit_memory import Run
 from planner.bounds import Room
 from planner.columns import Column, Mix, prefix_counts
 
 Counts = tuple[int, ...]
 """Layers by kind."""
+BETWEEN = Place(shares=True)
+"""A chunk that keeps what its layers keep: no end of the model, and its output in the place of its input."""
 
 
 @lru_cache(maxsize=512)
-def _chunks(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> dict[tuple[Mix, bool, bool, bool], ChunkMemory]:
-    """Chunk memory by (mix, first, last, sends on), of all columns whose activations are alike."""
-    return {}
-
-
-@lru_cache(maxsize=512)
-def _bare_chunks(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> dict[tuple[Mix, bool, bool, bool], ChunkMemory]:
-    """The same without what a chunk sends on."""
+def _chunks(job: Job, key: Layout, modes: tuple[RecomputeRule, ...]) -> dict[tuple[Mix, Place], ChunkMemory]:
+    """Chunk memory by mix and place, of all columns whose activations are alike."""
     return {}
 
 
@@ -70,7 +67,6 @@ class Fitting:
             pp=1, vpp=1, schedule="1f1b", recompute="none", stages=(), order="tp-cp-dp-pp", zero=zero, offload=()
         )
         self.known = _chunks(job, self.key, column.modes)
-        self.bare = _bare_chunks(job, self.key, column.modes)
         self.prefix = prefix_counts(job)
         self._static: dict[tuple[Any, ...], Fixed] = {}
         self._least: dict[tuple[Any, ...], tuple[Mix, float] | None] = {}
@@ -84,6 +80,11 @@ class Fitting:
         return tuple(r.snapshots for r in in_flight(layout.schedule, layout.pp, layout.vpp, self.column.microbatches))
 
     @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Of each chunk."""
+        return tuple(place_of(self.layout, chunk) for chunk in range(self.layout.chunks))
+
+    @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
         return _chunks_held(self.layout.schedule, self.layout.pp, self.layout.vpp)
 
@@ -94,14 +95,14 @@ class Fitting:
         return tuple(int(x) for x in self.prefix[stop] - self.prefix[start])
 
     def chunk(self, chunk: int, mix: Mix) -> ChunkMemory:
-        first, last = chunk == 0, chunk == self.layout.chunks - 1
-        boundary = sends_on(self.layout, chunk)
-        found = self.known.get((mix, first, last, boundary))
+        return self.chunk_at(self.places[chunk], mix)
+
+    def chunk_at(self, place: Place, mix: Mix) -> ChunkMemory:
+        found = self.known.get((mix, place))
         if found is None:
             runs = _runs(self.job, self.column.modes, mix)
-            once = self.column.microbatches == 1
-            found = assemble(self.job, self.key, runs, first=first, last=last, boundary=boundary, once=once)
-            self.known[mix, first, last, boundary] = found
+            found = assemble(self.job, self.key, runs, place, once=self.column.microbatches == 1)
+            self.known[mix, place] = found
         return found
 
     def static(self, rank: int, spans: Sequence[tuple[int, int]]) -> Fixed:
@@ -177,7 +178,7 @@ class Fitting:
                 rows = [[0] * len(modes) for _ in kinds]
                 unit = self.job.execution.recompute_unit if self.column.modes[m].mode == "full" else 1
                 rows[k][m] = unit
-                one = _chunk_of(self, tuple(tuple(r) for r in rows))
+                one = self.chunk_at(BETWEEN, tuple(tuple(r) for r in rows))
                 kept[k, m] = float(one.kept) / unit
         return kept
 
@@ -268,15 +269,6 @@ def _alive(snapshots: tuple[tuple[tuple[int, int, int], ...], ...]) -> tuple[flo
             best = (float(mean.min()), float((mean - mean.min()).sum()))
     single = table[table.min(axis=1).argmax()]
     return max(best, (float(single.min()), float((single - single.min()).sum())))
-
-
-def _chunk_of(fitting: Fitting, mix: Mix) -> ChunkMemory:
-    """A middle chunk, without what it sends on."""
-    key = (mix, False, False, False)
-    if key not in fitting.bare:
-        runs = _runs(fitting.job, fitting.column.modes, mix)
-        fitting.bare[key] = assemble(fitting.job, fitting.key, runs, first=False, last=False, boundary=False)
-    return fitting.bare[key]
 
 
 def first_fitting(line: Sequence[Any], fits: Any) -> int | None:

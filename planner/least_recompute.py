@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.activations import ChunkMemory, sends_on
+from cost_models.activations import ChunkMemory
 from cost_models.layout import ZERO_BUBBLE
 from cost_models.memory import Fixed, Peak, beyond_kept, rank_memory
 from planner.columns import Mix
@@ -24,8 +24,14 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 WHOLE = 1_000
 """Combinations of mixes up to which all are tried."""
-MOMENTS: tuple[str, ...] = ("loss", "backward of a layer", "input gradients of a chunk", "weight gradients of a chunk")
-AFTER = MOMENTS[2:]
+MOMENTS: tuple[str, ...] = (
+    "loss",
+    "gradient of the head",
+    "backward of a layer",
+    "input gradients of a chunk",
+    "weight gradients of a chunk",
+)
+AFTER = MOMENTS[3:]
 """Moments of ``memory.beyond_kept``, and those of microbatches that wait for their weight gradient."""
 KEPT = 5_000
 """Combinations built up at most beyond that."""
@@ -51,16 +57,11 @@ class Menu:
 
 def menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
     """The menu of a chunk that holds these layers."""
-    key = (policy, counts, *_place(fitting, chunk))
+    key = (policy, counts, fitting.places[chunk])
     if key not in fitting.menus:
         fitting.menus[key] = _menu(fitting, policy, counts, chunk)
     found: Menu = fitting.menus[key]
     return found
-
-
-def _place(fitting: Fitting, chunk: int) -> tuple[bool, bool, bool]:
-    """What a chunk's bytes depend on beside its layers."""
-    return chunk == 0, chunk == fitting.layout.chunks - 1, sends_on(fitting.layout, chunk)
 
 
 def _menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
@@ -100,7 +101,7 @@ def least_recompute(
     key = (
         policy,
         tuple(fitting.counts(*s) for s in spans),
-        tuple(_place(fitting, c) for c in fitting.held(rank)),
+        tuple(fitting.places[c] for c in fitting.held(rank)),
         moments,
         weights,
     )
@@ -137,15 +138,15 @@ def _needed(fitting: Fitting, static: Fixed, rank: int, mixes: Sequence[Mix]) ->
 
 def _rank(fitting: Fitting, static: Fixed, rank: int, menus: Sequence[Menu], bare: float) -> _Rank:
     table = np.array([[(alive, held) for _, alive, held in s] for s in fitting.snapshots[rank]], float)
-    whole = fitting.layout.schedule not in ZERO_BUBBLE
+    whole = (table[:, :, 1].sum(axis=1) == 0) & (fitting.layout.schedule not in ZERO_BUBBLE)
     gathered = _gathered(static)
     loads, beside = [], []
     for chunk, one in enumerate(menus):
         alive, held = table[:, chunk, 0], table[:, chunk, 1]
         loads.append(alive[:, None] * one.kept + held[:, None] * one.waits)
-        most = np.full(loads[-1].shape, -np.inf if whole else 0.0)
+        most = np.where(whole[:, None], np.full(loads[-1].shape, -np.inf), 0.0)
         for name, size in zip(MOMENTS, one.beside, strict=True):
-            at = held > 0 if name in AFTER else (alive > 0) & (whole or name == "loss")
+            at = held > 0 if name in AFTER else (alive > 0) & (whole | (name == "loss"))
             most[at] = np.maximum(most[at], size + gathered[name])
         beside.append(most)
     room = (fitting.limit - bare) / fitting.job.execution.slack - static.lasting
@@ -157,7 +158,7 @@ def _rank(fitting: Fitting, static: Fixed, rank: int, menus: Sequence[Menu], bar
 def _gathered(static: Fixed) -> dict[str, float]:
     """Parameters and gradients that exist whole besides, by moment."""
     loss, backward = static.gathered
-    return dict(beyond_kept(ChunkMemory(loss=0), 1, 1, (loss, backward), True))
+    return dict(beyond_kept(ChunkMemory(loss=0, head=0), 1, 1, (loss, backward), True))
 
 
 def _combinations(rank: _Rank) -> tuple[float, Floats, Ints]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from cost_models.layout import ZERO_BUBBLE
 from cost_models.memory import Fixed, beyond_kept
+from cost_models.schedules import holds
 from cost_models.state_bytes import States
 from planner.columns import Column, Mix
 from planner.fitting import Fitting, Policy
@@ -156,7 +157,7 @@ class Program:
                         memory = fitting.chunk(chunk, p.mix)
                         states = sum(n * e for n, e in zip(fitting.counts(p.start, p.stop), each, strict=True))
                         terms.append((v, (states + alive * float(memory.kept) + waiting * float(memory.weight_pass)) / unit))
-                        for name, size in beyond_kept(memory, alive, waiting, fixed.gathered, whole):
+                        for name, size in beyond_kept(memory, alive, waiting, fixed.gathered, whole and not holds(snapshot)):
                             moments.setdefault(name, [(beyond, -1.0)]).append((v, float(size) / unit))
                     for name, most in moments.items():
                         self.model += self._sum(most) <= 0, f"{name.split()[0]}_{number}_{rank}_{place}_{chunk}"

@@ -191,6 +191,17 @@ def nonnegative(columns: Array, measured: Array, rounds: int = 30) -> Array:
     return best
 
 
+def nondecreasing(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls (least squares): neighbours that fall share their mean (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (second, more), (first, count) = pools.pop(), pools.pop()
+            pools.append(((first * count + second * more) / (count + more), count + more))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
 def folds_of(keys: Sequence[Any], folds: int) -> list[Array]:
     """Masks of held-out samples; samples of one key stay together, keys dealt out in a fixed shuffle."""
     distinct = list(dict.fromkeys(keys))

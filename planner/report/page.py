@@ -241,8 +241,8 @@ def assumptions(plan: Plan, job: Job) -> str:
     if guessed := plan.estimate.get("guessed"):
         parts.append("<h3>Guessed</h3><ul>" + "".join(f"<li>{html.escape(str(g))}</li>" for g in guessed) + "</ul>")
     settings = plan.job_settings.model_dump()
-    rows: list[tuple[str, object]] = [(k.replace("_", " "), "-" if v is None else v) for k, v in settings.items()]
-    rows += [(f"execution: {k}", v) for k, v in execution_dump(job.execution).items()]
+    rows = [(k.replace("_", " "), _said(v)) for k, v in settings.items()]
+    rows += [(f"execution: {k}", _said(v)) for k, v in execution_dump(job.execution).items()]
     parts.append(f"<details open><summary>The job and the execution</summary>{table(('what', 'value'), rows, left=2)}</details>")
     constants = describe(job.cluster)
     counts: dict[str, int] = {}
@@ -254,6 +254,17 @@ def assumptions(plan: Plan, job: Job) -> str:
     grid = table(("input", "SHA-256"), list(plan.inputs.items()), left=2)
     parts.append(f"<details><summary>Inputs</summary>{grid}</details>")
     return "".join(parts)
+
+
+def _said(value: Any) -> str:
+    """A setting in words, not as Python writes it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:,.10g}"
+    return "none" if value is None else str(value)
 
 
 def _figure(value: Any) -> str:

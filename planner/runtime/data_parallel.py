@@ -5,7 +5,8 @@ into, its parameters views of another, so that neither reduction nor gathering c
 
 ZeRO 0   all-reduce of the gradients; every rank updates everything
 ZeRO 1   reduce-scatter once a step, update of a shard, all-gather of the parameters
-ZeRO 2   reduce-scatter after every microbatch into a shard; the full gradient exists for one bucket's backward only
+ZeRO 2   reduce-scatter after every microbatch into a shard; the full gradient exists for one bucket's backward only, and a bucket
+         of matrices ends with its layer
 
 Shards lie over dp_shard x cp (expert parameters: edp_shard), and are summed over dp_replicate (edp_replicate).
 """
@@ -247,12 +248,12 @@ def boxes(name: str, block: Block, flat: Tensor, start: int) -> Iterator[Piece]:
         at += count
 
 
-Key = tuple[int, bool, tuple[str, ...], int, bool]
+Key = tuple[int, str, bool, tuple[str, ...], int, bool]
 
 
-def grouped(modules: Iterable[nn.Module]) -> dict[Key, list[tuple[str, nn.Parameter, Block]]]:
-    """Trained parameters by (chunk, expert, partial, copies, decay): what may share a bucket. One that two chunks share is apart: its
-    bucket is reduced after the backwards of both."""
+def grouped(modules: Iterable[nn.Module], *, by_layer: bool = False) -> dict[Key, list[tuple[str, nn.Parameter, Block]]]:
+    """Trained parameters by (chunk, layer, expert, partial, copies, decay): what may share a bucket. One that two chunks share is
+    apart: its bucket is reduced after the backwards of both. ``by_layer``: the matrices of each layer are apart."""
     groups: dict[Key, list[tuple[str, nn.Parameter, Block]]] = {}
     seen: set[int] = set()
     modules = list(modules)
@@ -264,9 +265,16 @@ def grouped(modules: Iterable[nn.Module]) -> dict[Key, list[tuple[str, nn.Parame
             if id(parameter) not in seen and parameter.requires_grad:
                 seen.add(id(parameter))
                 chunk = number if chunks_of[id(parameter)] == 1 else len(modules)
-                key = (chunk, block.expert, block.partial, block.copies, block.decay)
+                layer = layer_of(name) if by_layer and block.decay else ""
+                key = (chunk, layer, block.expert, block.partial, block.copies, block.decay)
                 groups.setdefault(key, []).append((name, parameter, block))
     return groups
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to, or the module at an end of the model."""
+    first, *rest = name.split(".")
+    return f"{first}.{rest[0]}" if first == "layers" else first
 
 
 def frozen_pieces(modules: Iterable[nn.Module]) -> Iterator[Piece]:
@@ -283,7 +291,7 @@ def make_buckets(modules: Iterable[nn.Module], mesh: Mesh, wide: torch.dtype) ->
     """The buckets of every parameter of the rank's chunks. ``wide`` is the dtype gradients accumulate in."""
     zero = mesh.layout.zero
     out: list[Shards] = []
-    for (_, expert, partial, copies, _), members in grouped(modules).items():
+    for (_, _, expert, partial, copies, _), members in grouped(modules, by_layer=zero == 2).items():
         shard, replicate = shard_axes(mesh, expert, zero)
         weight = 1.0 / (copies * replicate.size * (1 if zero else shard.size))
         axes = [mesh.axis(name) for name in partial]

@@ -129,7 +129,7 @@ def frozen_pieces(decoders: Iterable[nn.Module]) -> Iterator[Piece]:
 def make_groups(decoders: Iterable[nn.Module], mesh: Mesh) -> list[FullyShardedGroup]:
     """The groups of every parameter of the rank's chunks."""
     out = []
-    for (_, expert, partial, copies, _), members in grouped(decoders).items():
+    for (_, _, expert, partial, copies, _), members in grouped(decoders).items():
         _, replicate = shard_axes(mesh, expert, 3)
         out.append(FullyShardedGroup(members, [mesh.axis(n) for n in partial], 1.0 / (copies * replicate.size), replicate))
     return out

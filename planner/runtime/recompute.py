@@ -8,16 +8,18 @@ what they made is not kept but made again when the first of its readers asks for
 
 from __future__ import annotations
 
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from cost_models.layout import RecomputeRule
-from profiles.errors import InputError
+from profiles.errors import AxisplanError, InputError
 
 PARTS = ("core_attn", "mlp_act", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
@@ -46,41 +48,100 @@ class Recomputed:
             return use(made)
 
 
-Token = tuple[int, tuple[int, ...], tuple[int, ...], int]
-"""Which output, and the size, stride and offset of the view of it that was to be saved."""
+class Token:
+    """Stands for a tensor among those that a node of the graph saves for backward, and lives as long as the node keeps it."""
+
+    def __init__(self, tensor: Tensor, place: int) -> None:
+        self.place = place
+        self.view = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-class Remake:
-    """Stands for the outputs of ``make`` among saved tensors, and makes them again, once for all that ask in one backward."""
+class Standing(ABC):
+    """Hands out tokens for tensors, and on the first that is asked for makes again what all of them stand for: once, however many
+    passes a split backward takes. What was made goes with its token."""
+
+    def __init__(self) -> None:
+        self.tokens: list[weakref.ref[Token]] = []
+        self.made: WeakKeyDictionary[Token, Tensor] = WeakKeyDictionary()
+
+    def token(self, tensor: Tensor, place: int) -> Token:
+        made = Token(tensor, place)
+        self.tokens.append(weakref.ref(made))
+        return made
+
+    def tensor(self, token: Token) -> Tensor:
+        if token not in self.made:
+            self.make_again()
+        return self.made[token]
+
+    @abstractmethod
+    def make_again(self) -> None:
+        """Fill ``made`` for every token that lives."""
+
+
+class Remake(Standing):
+    """Stands for the outputs of ``make`` among saved tensors."""
 
     def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        super().__init__()
         self.make, self.arguments = make, arguments
         self.storages = {t.untyped_storage()._cdata: i for i, t in enumerate(outputs)}
-        self.asked, self.answered = 0, 0
-        self.outputs: tuple[Tensor, ...] | None = None
 
     def pack(self, saved: Tensor) -> Tensor | Token:
         place = self.storages.get(saved.untyped_storage()._cdata)
         if place is None:
             return saved.detach()  # itself it would keep alive the graph that keeps it
-        self.asked += 1
-        return place, tuple(saved.shape), saved.stride(), int(saved.storage_offset())
+        return self.token(saved, place)
 
     def unpack(self, kept: Tensor | Token) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if self.outputs is None:
-            with torch.no_grad():
-                made = self.make(*self.arguments)
-            self.outputs = made if isinstance(made, tuple) else (made,)
-        place, size, stride, offset = kept
-        found = self.outputs[place].as_strided(size, stride, offset)
-        self.answered += 1
-        if self.answered == self.asked:
-            self.outputs, self.answered = None, 0
-        return found
+        return kept if isinstance(kept, Tensor) else self.tensor(kept)
+
+    def make_again(self) -> None:
+        with torch.no_grad():
+            made = self.make(*self.arguments)
+        outputs = made if isinstance(made, tuple) else (made,)
+        for token in (ref() for ref in self.tokens):
+            if token is not None:
+                self.made[token] = outputs[token.place].as_strided(*token.view)
+
+
+class Rerun(Standing):
+    """Stands for everything that ``function`` saves: it runs again, up to the last of these tensors."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.function, self.arguments = function, arguments
+
+    def pack(self, saved: Tensor) -> Token:
+        return self.token(saved, len(self.tokens))
+
+    def make_again(self) -> None:
+        saved_again = 0
+
+        def keep(saved: Tensor) -> Tensor:
+            nonlocal saved_again
+            token = self.tokens[saved_again]()
+            saved_again += 1
+            if token is not None:
+                self.made[token] = saved.detach()
+            if saved_again == len(self.tokens):
+                raise _Enough
+            return saved.detach()
+
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(keep, lambda saved: saved):
+                self.function(*self.arguments)
+        except _Enough:
+            return
+        raise AxisplanError(f"a recomputation saved {saved_again} tensors, the forward {len(self.tokens)}")
+
+
+class _Enough(Exception):
+    """Everything that backward asks for is there."""
 
 
 def again(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run ``function`` keeping its inputs only; it runs again in backward. It must not draw random numbers."""
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    rerun = Rerun(function, arguments)
+    with saved_tensors_hooks(rerun.pack, rerun.tensor):
+        return function(*arguments)

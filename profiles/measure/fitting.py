@@ -155,13 +155,10 @@ def memory_rate(samples: Sequence[Sample], launch_seconds: float) -> float:
 def mixed_rates(samples: Sequence[Sample], launch_seconds: float) -> dict[int, float]:
     """Bytes/s of a layer's mix of pointwise forms by what a kernel moves, where all of the mix was timed; more bytes never take less
     time."""
-    rates: dict[int, float] = {}
-    least = 0.0
-    for size, found in traffic_rates(samples, launch_seconds).items():
-        if LAYER_MIX.keys() <= found.keys():
-            least = max(least, size * sum(part / found[form] for form, part in LAYER_MIX.items()) / sum(LAYER_MIX.values()))
-            rates[size] = float(f"{size / least:.4g}")
-    return rates
+    whole = {s: found for s, found in traffic_rates(samples, launch_seconds).items() if LAYER_MIX.keys() <= found.keys()}
+    parts = sum(LAYER_MIX.values())
+    times = [np.log(size * sum(part / found[form] for form, part in LAYER_MIX.items()) / parts) for size, found in whole.items()]
+    return {size: float(f"{size / np.exp(time):.4g}") for size, time in zip(whole, fit.nondecreasing(times), strict=True)}
 
 
 def traffic_rates(samples: Sequence[Sample], launch_seconds: float) -> dict[int, dict[str, float]]:

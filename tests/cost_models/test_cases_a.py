@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from cost_models.activations import unit_memory
 from cost_models.attention_ops import causal_pairs
 from cost_models.execution import Execution, load_execution
 from cost_models.job import Job
@@ -15,6 +14,7 @@ from cost_models.overheads import communicators
 from cost_models.recompute import kept_bytes
 from cost_models.runs import load_runs, read_rows
 from cost_models.step import estimate
+from cost_models.unit_memory import unit_memory
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
 from profiles.model import Attention, Layer, Mlp, ModelSpec, uniform

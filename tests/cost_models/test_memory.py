@@ -5,13 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from cost_models.activations import chunk_memory, runs_of, unit_memory
+from cost_models.activations import chunk_memory, runs_of
 from cost_models.execution import Execution, load_execution
 from cost_models.job import Job
 from cost_models.layout import SCHEDULES, Layout
 from cost_models.memory import StageMemory, fits, stage_memory
 from cost_models.memory_bulk import device_bytes
 from cost_models.runs import load_runs, read_rows
+from cost_models.unit_memory import unit_memory
 from profiles.errors import InputError
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model

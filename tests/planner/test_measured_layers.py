@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 import cli
-from cost_models.activations import unit_memory
 from cost_models.job import Job, MeasuredLayer
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.passes import unit_seconds
 from cost_models.step import estimate
+from cost_models.unit_memory import unit_memory
 from cost_models.units import unit_cost
 from planner.layer_profiles import compare, with_profile
 from planner.plan import Plan

@@ -16,6 +16,7 @@ from planner import plan as plans
 from planner.cells import AtCommas
 from planner.plan import Plan
 from planner.report import figures
+from planner.report.page import assumptions
 from planner.report.spans import Spans, spans_of
 from planner.screen import show_memory, show_timeline, sparkline, table
 
@@ -394,3 +395,13 @@ def test_a_layout_in_a_narrow_cell_breaks_at_its_commas(width: int) -> None:
     assert "".join(lines) == text
     assert all(line.endswith(",") for line in lines[:-1])
     assert any("selective(layernorm,mlp_act)" in line for line in lines)
+
+
+def test_settings_in_the_report_are_words_and_figures_as_people_write_them(dense: Plan) -> None:
+    shown = assumptions(dense, dense.job())
+    settings = dict(re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td></tr>", shown.split("</details>")[0]))
+    assert settings["frozen"] == settings["memory limit bytes"] == "none"
+    assert settings["seq len"] == "4096"
+    assert settings["margin"] == "0.08"
+    assert {"yes", "no"} & set(settings.values())
+    assert not [v for v in settings.values() if v in ("True", "False", "None", "[]")]

@@ -20,6 +20,7 @@ from profiles.fit import (
     fit_collective,
     fit_experts,
     fit_matmul,
+    nondecreasing,
     protocol_switch,
 )
 from profiles.hardware import MatmulCurve, load_gpu, load_link
@@ -296,6 +297,13 @@ def test_every_megabyte_is_on_the_lines_between_the_sizes_that_were_kept() -> No
     assert [(s.bytes / 2**20, s.seconds) for s in dense] == [
         (mb, pytest.approx(t)) for mb, t in ((1, 1e-5), (2, 2e-5), (3, 3e-5), (4, 9e-5))
     ]
+
+
+def test_neighbours_that_fall_share_their_mean() -> None:
+    assert nondecreasing([1, 2, 2, 5]) == [1, 2, 2, 5]
+    assert nondecreasing([1, 4, 2, 5]) == [1, 3, 3, 5]
+    assert nondecreasing([6, 4, 2, 8, 0]) == [4, 4, 4, 4, 4]
+    assert nondecreasing([]) == []
 
 
 KEPT: list[dict[str, Any]] = json.loads(FIT_HARDWARE.KEPT.read_text())

@@ -210,6 +210,8 @@ def test_the_kept_profile_of_a_machine_predicts_products_it_has_not_seen_within_
         assert kept["held_out"][f"matmul {dtype}"]["median"] < 0.15
         assert kept["held_out"][f"matmul {dtype}"]["count"] >= FEWEST_JUDGES
     assert set(kept["held_out"]) >= {"attention forward fp32", "attention backward fp32", "memory traffic", "launch"}
+    assert kept["held_out"]["memory traffic"]["median"] < 0.15
+    assert kept["held_out"]["memory traffic"]["count"] == 3
     assert kept["noise"]["noisy"] == (kept["noise"]["spread"] > 0.1 or kept["noise"]["others"] > 0.1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def test_more_bytes_never_take_less_time_however_noisy_the_samples_are() -> None
     ]
     profile = fitting.gpu_profile(product_samples() + slow, FACTS)
     times = [profile.seconds(Pointwise(float(size), 0)) for size in np.geomspace(1 << 20, 1 << 26, 50)]
-    assert times == sorted(times)
+    assert all(later >= 0.999 * first for first, later in pairwise(times))  # rates are kept with four digits
 
 
 def test_a_calibrated_memory_rate_moves_the_rates_by_size_with_it() -> None:

@@ -21,6 +21,7 @@ from planner.plan import Plan
         ("dense", "pp=2,zero=3", 1),
         ("dense", "zero=3,recompute=full", 1),
         ("dense", "zero=3", 2),
+        ("deepseek", "zero=3,ep=4,recompute=full", 1),
     ],
 )
 def test_what_modules_add_is_in_the_formula(make_plan: Callable[..., Plan], kind: str, layout: str, modules: int) -> None:
