@@ -23,10 +23,9 @@ import numpy.typing as npt
 
 from cost_models.communication import stragglers
 from cost_models.job import Job
-from cost_models.layout import DEDUPLICATED
 from cost_models.memory import StageMemory, fits
 from planner.books import Alike, Books, Found, Outcome, Queue
-from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, placement, prefix_counts
+from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, placement, prefix_counts, priced_as
 from planner.cores import Class, Cores, Key
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
@@ -167,8 +166,11 @@ class Search:
         out: list[list[Shard]] = []
         for zero in (0, 1, 2, 3) if prefix.dp * prefix.cp <= 8 else (1, 2, 3, 0):
             some = [s for s in shards if s.zero == zero]
-            ways = dict.fromkeys((s.dispatcher, s.offload) for s in some)
-            out.append([max((s for s in some if (s.dispatcher, s.offload) == way), key=lambda s: s.dp_shard) for way in ways])
+            ways: dict[Any, list[Shard]] = {}
+            for shard in some:
+                ways.setdefault((priced_as(shard.dispatcher), shard.offload), []).append(shard)
+            same = [[s for s in way if s.dispatcher == way[0].dispatcher] for way in ways.values()]
+            out.append([max(way, key=lambda s: s.dp_shard) for way in same])
         return [group for group in out if group]
 
     # -- the search -------------------------------------------------------------------------------------------------
@@ -267,7 +269,12 @@ class Search:
                 if left is not None:
                     queue.add(left, 3, item)
                 continue
-            for least, entry in self._open_class(bound, item) if level == 0 else self._answer(bound, *item):
+            if level == 0:
+                entries = self._open_class(bound, item)
+            else:
+                one, alike = item
+                entries = self._answer(bound, one, alike, queue.answers)
+            for least, entry in entries:
                 queue.add(least, level + 1, entry)
         return True
 
@@ -293,14 +300,14 @@ class Search:
         prefix, batch = self.rows[one.row].prefix, self._batch(one)
         alike: dict[Any, list[Shard]] = {}
         for shard in self._members(one):
-            way = DEDUPLICATED if shard.dispatcher in DEDUPLICATED else shard.dispatcher
             placed = placement(self.job.cluster, self.space.layout(prefix, batch, shard))
-            alike.setdefault((way, shard.offload, placed), []).append(shard)
+            alike.setdefault((priced_as(shard.dispatcher), shard.offload, placed), []).append(shard)
         for some in alike.values():
             yield bound, (one, Alike(some[0], len(some)))
 
-    def _answer(self, bound: float, one: Class, alike: Alike) -> Iterator[tuple[float, Any]]:
-        """A column's own bound, and a quick answer."""
+    def _answer(self, bound: float, one: Class, alike: Alike, at_once: bool) -> Iterator[tuple[float, Any]]:
+        """A column's own bound, and a quick answer; of several chunks a rank, whose loads are looked at next, only where answers are wanted
+        ``at_once``, or there is none."""
         row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
         column, fitting = self.column(row.prefix, batch, shard)
         exact = None
@@ -310,7 +317,7 @@ class Search:
             bound = max(bound, float(self.step(self.cores.bound(one.key, exact, self.pipeline(bound), high))))
         if bound >= self.fastest:
             return
-        if exact is None or column.layout.vpp == 1 or self.best is None:
+        if exact is None or column.layout.vpp == 1 or self.best is None or at_once:
             self._keep(quick(column, fitting, self.policies(batch, row.prefix)), row.prefix, batch, shard)
         yield bound, (one, alike, exact)
 
