@@ -4,12 +4,14 @@
     python benchmarks/bench_plan.py --growth             Llama-3.1-405B (8B up to 512 GPUs) from 8 to 1,048,576 GPUs
     python benchmarks/bench_plan.py ... --save           keep the rows in benchmarks/results/plan.json, and draw docs/plan-growth.svg
 
+The package's bytecode is compiled before, as pip does when it installs (this checkout's, whatever PYTHONDONTWRITEBYTECODE says).
 A run that takes longer than its limit is ended by --time-limit, so that its gap is what it had by then.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import platform
@@ -23,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 AXISPLAN = str(Path(sysconfig.get_path("scripts")) / "axisplan")
-KEPT = Path(__file__).parent / "results" / "plan.json"
-PICTURE = Path(__file__).parents[1] / "docs" / "plan-growth.svg"
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "benchmarks" / "results" / "plan.json"
+PICTURE = ROOT / "docs" / "plan-growth.svg"
 GOALS = {
     "Llama-3-8B on 8 H100": ("llama-3-8b --cluster h100-sxm:1x8 --seq-len 8k --global-batch 128 --prove", 0.7, 1e-4),
     "Llama-3.1-405B on 16,384 H100": ("llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 8k --global-batch 2048", 3.0, 1e-2),
@@ -41,6 +44,12 @@ GOALS = {
 """Name -> (arguments of ``axisplan plan``, CPU seconds wanted, gap wanted)."""
 GROWTH = tuple(2**k for k in range(3, 21))
 """GPUs."""
+
+
+def compiled() -> None:
+    for package in ("planner", "cost_models", "profiles"):
+        compileall.compile_dir(ROOT / package, quiet=2)
+    compileall.compile_file(ROOT / "cli.py", quiet=2)
 
 
 def one_core() -> None:
@@ -135,6 +144,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a search may take")
     parser.add_argument("--save", action="store_true")
     asked = parser.parse_args()
+    compiled()
     print(f"{'':34} {'CPU s':>8} {'goal':>6} {'gap':>10} {'peak MB':>8} unexplored")
     rows: list[dict[str, Any]] = []
     if asked.growth:

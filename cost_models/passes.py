@@ -7,10 +7,10 @@ What a layer costs depends on few of a layout's degrees (``layer_key``), so that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -106,23 +106,22 @@ def _weights(job: Job, layout: Layout, unit: Unit) -> tuple[Holding, Holding]:
 
 @lru_cache(maxsize=16384)
 def _unit(job: Job, key: Layout, unit: Unit, rule: RecomputeRule) -> UnitSeconds:
-    network = Network(job.cluster, key, exchange_of(job, key, unit))
-    passes = unit_passes(job, network, unit, (rule,))
-    forward, recompute, backward_input, backward_weight = (
-        passes.forward, passes.recompute[0], passes.backward_input, passes.backward_weight,
-    )  # fmt: skip
+    work, sent = _work(job, key, unit)
+    network, (again, recompute) = work.network, work.again(rule)
+    forward, backward_input, backward_weight = work.forward, work.backward_input, work.backward_weight
     if job.execution.ep_overlap and not paired(key):
         forward, recompute, backward_input, backward_weight = _beside_each_other(
             forward, recompute, backward_input, backward_weight
         )
-    sent = bytes_by_link(network, passes.cost.operations() + passes.again[0])
+    sent = {axis: dict(links) for axis, links in sent.items()}
+    add_sent(sent, network, again)
     if key.zero in (2, 3):
         held, trained = held_weights(job, key, unit), unit_weights(job, key, unit)
-        work = recompute.seconds + backward_input.seconds + backward_weight.seconds
-        before, after = beside(job, each_microbatch(job, network, held, trained), forward.seconds, work)
+        work_seconds = recompute.seconds + backward_input.seconds + backward_weight.seconds
+        before, after = beside(job, each_microbatch(job, network, held, trained), forward.seconds, work_seconds)
         forward, backward_input = _add(forward, "dp", before), _add(backward_input, "dp", after)
         _add_sharded_bytes(job, network, held, trained, sent)
-    flops = float(sum(op.flops for op in passes.again[0]))
+    flops = float(sum(op.flops for op in again))
     f, b = float(forward.seconds), float(recompute.seconds + backward_input.seconds)
     saving = _paired_saving(job, network, forward, recompute, backward_input, backward_weight)
     return UnitSeconds(
@@ -130,41 +129,54 @@ def _unit(job: Job, key: Layout, unit: Unit, rule: RecomputeRule) -> UnitSeconds
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """One microbatch through a unit: its operations and their three passes; by recompute rule the operations that run ``again``, and
-    their pass."""
+@lru_cache(maxsize=8192)
+def _work(job: Job, key: Layout, unit: Unit) -> tuple[Work[Network], dict[str, dict[str, float]]]:
+    """A unit's passes before any recompute, and the wire bytes of its operations."""
+    network = Network(job.cluster, key, exchange_of(job, key, unit))
+    work = unit_work(job, network, unit)
+    return work, bytes_by_link(network, work.cost.operations())
 
+
+N = TypeVar("N", bound=Priced)
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Generic[N]):
+    """One microbatch through a unit under the layout of ``network`` (numbers or arrays of degrees), without what ZeRO adds: its operations,
+    their three passes, and what prices those that run again: the host's part, the pace of a measured forward, and known prices."""
+
+    job: Job
+    network: N
     cost: LayerCost
     forward: PassSeconds
     backward_input: PassSeconds
     backward_weight: PassSeconds
-    again: tuple[tuple[Operation, ...], ...]
-    recompute: tuple[PassSeconds, ...]
+    host: HostPart
+    pace: Number | None
+    known: Known
+
+    def again(self, rule: RecomputeRule) -> tuple[tuple[Operation, ...], PassSeconds]:
+        """(the operations that run again under a recompute rule, their pass)."""
+        operations = operations_again(self.job.execution, self.cost, rule)
+        launch, extra = (self.host.launch, self.host.blocking + self.host.sync) if rule.mode == "full" else (0.0, 0.0)
+        return operations, _pass(self.job, self.network, operations, "forward", launch, extra, self.pace, self.known)
 
 
-def unit_passes(job: Job, network: Priced, unit: Unit, rules: Sequence[RecomputeRule]) -> Passes:
-    """The passes of ``unit`` under the layout of ``network`` (numbers or arrays of degrees); what ZeRO adds apart."""
+def unit_work(job: Job, network: N, unit: Unit) -> Work[N]:
+    """The passes of ``unit``."""
     cost = with_activations(job, unit, unit_cost(job, network.layout, unit))
     host = host_part(job, unit, network.layout.tp)
-    waits = host.blocking + host.sync
     weights = cost.backward_weight
     share = launches(weights) / maximum(1.0, launches(weights) + launches(cost.backward_input))
     ahead, back = _pace(job, network.layout, unit, cost)
     known: Known = network.layout.remember("prices", lambda _: {}) if hasattr(network.layout, "remember") else {}
-    again = tuple(operations_again(job.execution, cost, rule) for rule in rules)
-    recompute = []
-    for rule, operations in zip(rules, again, strict=True):
-        launch, extra = (host.launch, waits) if rule.mode == "full" else (0.0, 0.0)
-        recompute.append(_pass(job, network, operations, "forward", launch, extra, ahead, known))
-    return Passes(
-        cost,
-        _pass(job, network, cost.forward, "forward", host.launch, waits, ahead, known),
-        _pass(job, network, cost.backward_input, "backward_input", host.launch * (1 - share), host.blocking, back, known),
-        _pass(job, network, weights, "backward_weight", host.launch * share, 0.0, back, known),
-        again,
-        tuple(recompute),
-    )
+    forward = _pass(job, network, cost.forward, "forward", host.launch, host.blocking + host.sync, ahead, known)
+    back_launch = host.launch * (1 - share)
+    inputs = _pass(job, network, cost.backward_input, "backward_input", back_launch, host.blocking, back, known)
+    return Work(
+        job, network, cost, forward, inputs, _pass(job, network, weights, "backward_weight", host.launch * share, 0.0, back, known),
+        host, ahead, known,
+    )  # fmt: skip
 
 
 class HostPart(NamedTuple):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.state_bytes import States, adapter_weights, shards, states
 from cost_models.states import Holding, Weight, embedding_weights, head_weights, hold, layer_weights, mtp_weights
 from profiles.model import ModelSpec
+from profiles.operations import Number
 
 
 def ranks_chunks(layout: Any, rank: int) -> tuple[int, ...]:
@@ -83,14 +84,27 @@ def unit_holding(job: Job, degrees: Any, unit: int | str, *, bare: bool = False)
     padded = degrees.zero == 3 and job.execution.reduces_by_unit and not bare
     if hasattr(degrees, "remember"):
         key = ("holding", unit, padded)
-        found: tuple[Holding, Holding] = degrees.remember(key, lambda d: _holding(job, d, unit, padded))
+        found: tuple[Holding, Holding] = degrees.remember(key, lambda d: _holding(job, d, unit, shards(d) if padded else None))
         return found
-    return _holding(job, degrees, unit, padded)
+    return _remembered(job, Place(degrees.tp, degrees.ep, degrees.etp), unit, shards(degrees) if padded else None)
 
 
-def _holding(job: Job, degrees: Any, unit: int | str, padded: bool) -> tuple[Holding, Holding]:
+class Place(NamedTuple):
+    """The degrees that split weights before ZeRO does."""
+
+    tp: int
+    ep: int
+    etp: int
+
+
+@lru_cache(maxsize=32768)
+def _remembered(job: Job, place: Place, unit: int | str, ways: tuple[int, int] | None) -> tuple[Holding, Holding]:
+    return _holding(job, place, unit, ways)
+
+
+def _holding(job: Job, degrees: Any, unit: int | str, ways: tuple[Number, Number] | None) -> tuple[Holding, Holding]:
+    """``ways``: the ranks whose shards are padded."""
     weights = tensors(job).units[unit]
-    ways = shards(degrees) if padded else None
     base = hold(weights, degrees, job.execution, ways)
     if job.lora_rank:
         extra = hold(adapters(job, weights), degrees, job.execution, ways)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cost_models.communication import Exchange, exchanged, reach
 from cost_models.job import Job
 from cost_models.layout import DEDUPLICATED, RecomputeRule
-from cost_models.passes import NO_RECOMPUTE, exchange_of, unit_passes
+from cost_models.passes import NO_RECOMPUTE, exchange_of, unit_work
 from cost_models.units import EMBEDDING, HEAD, MTP, Unit, kind_of
 from planner.rules.core import limits_of
 from profiles.cluster import Way, seconds_of_ways
@@ -166,9 +166,9 @@ def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") ->
 
 def _seconds(job: Job, degrees: Degrees, unit: Unit, modes: Sequence[RecomputeRule]) -> Seconds:
     exchange = degrees.remember(("exchange", kind_of(job, unit).ffn), lambda d: exchange_of(job, d, unit))
-    one = unit_passes(job, Closest(job, degrees, exchange), unit, modes)
+    one = unit_work(job, Closest(job, degrees, exchange), unit)
     nothing = np.zeros(len(degrees.tp))
-    b = np.stack([nothing + one.backward_input.seconds + again.seconds for again in one.recompute], axis=1)
+    b = np.stack([nothing + one.backward_input.seconds + one.again(rule)[1].seconds for rule in modes], axis=1)
     return nothing + one.forward.seconds, b, nothing + one.backward_weight.seconds
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cost_models.chunks import blocks_transfers
 from cost_models.communication import Network, reach, stragglers
 from cost_models.job import Job
-from cost_models.layout import V_SHAPED, Layout, Recompute, RecomputeRule
+from cost_models.layout import DEDUPLICATED, V_SHAPED, Layout, Recompute, RecomputeRule
 from cost_models.passes import NO_RECOMPUTE, layer_key, unit_seconds, unit_weights
 from cost_models.pipeline import Path, Timeline, seed_paths, simulate
 from cost_models.states import Holding
@@ -265,6 +265,11 @@ def placement(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[Number, ...],
         pairs = [(group.ranks, group.stride), (2, reach(cluster, group.ranks, group.stride)), (2, round(ends))]
         out.append(tuple(inside for ranks, stride in pairs for inside in cluster.spread(ranks, stride)))
     return tuple(out)
+
+
+def priced_as(dispatcher: str) -> str:
+    """The dispatcher that stands for those that cost the same."""
+    return DEDUPLICATED[0] if dispatcher in DEDUPLICATED else dispatcher
 
 
 # -- a column -------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ Key = tuple[str, int, int, int]
 """(schedule, pp, vpp, microbatches)."""
 COARSE, FINE = 5, 12
 """Halvings of the way between a known bound and the answer: of classes by arrays, of a column."""
+FEW = 12
+"""Rows up to which all splits of data parallelism are looked at together, none of them first by ZeRO stage alone."""
 MOSTLY = 0.9
 """Share of the layers above which a kind stands for all of them, the others' savings counted apart."""
 
@@ -171,7 +173,10 @@ class Cores:
         shape, layers, parts, one = self.shape(key), self.main.layers, [], []
         self._know_likely_path(key, rows)
         for zero in stages:
-            some = rows[shape.holds(self.costs(rows, key, zero, rows, bare=True), np.full(len(rows), seconds), layers, memory=True)]
+            some = rows
+            if len(rows) > FEW:
+                bare = self.costs(rows, key, zero, rows, bare=True)
+                some = rows[shape.holds(bare, np.full(len(rows), seconds), layers, memory=True)]
             if not len(some):
                 continue
             ways = [np.array(divisors(int(d)) if zero else [1]) for d in self.rows.table[some, 8]]

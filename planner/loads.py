@@ -53,9 +53,11 @@ def best_loads(
     rounds: int,
     *,
     prove: bool = False,
+    programs: int = 0,
 ) -> tuple[Answer | None, float]:
     """(the best answer, the least seconds of any step of the column). ``costs`` of the one column; ``limit``: steps at or beyond it are of no
-    interest; ``rounds``: loads simulated at most; ``prove``: the integer program closes what paths leave open."""
+    interest; ``rounds``: loads simulated at most; ``prove``: a load that simulations say nothing new of is left, or closed by the integer
+    program, for so many loads as ``programs`` says."""
     layers, step = column.layers, column.step
     top = limit / column.slowing - column.job.execution.step_overhead_seconds
     good, low, high = shape.settle(costs, np.array([top]), layers, memory=True)
@@ -73,7 +75,7 @@ def best_loads(
     if not len(rows):
         return best, min(best.seconds if best else limit, limit)
     loads = _Loads(column, fitting, policies, shape, costs, options, rows)
-    rounds, programs = rounds if sum(map(len, options)) <= MANY else min(rounds, SOME), PROGRAMS if prove else 0
+    rounds = rounds if sum(map(len, options)) <= MANY else min(rounds, SOME)
     tries, stalled = np.zeros((2, len(rows)), np.int64)
     while rounds:
         bar = min(best.seconds, limit) if best else limit
@@ -93,10 +95,10 @@ def best_loads(
         if not loads.learn(i, path):
             tries[i] = TRIES
         stalled[i] = 0 if loads.bounds[i] > before else stalled[i] + 1
-        if programs and (stalled[i] >= STALLED or tries[i] >= TRIES):
-            tries[i], programs = TRIES, programs - 1
-            exact = loads.solved(i, min(bar, best.seconds))
-            best = best if exact is None or exact.seconds >= best.seconds else exact
+        if prove and (stalled[i] >= STALLED or tries[i] >= TRIES):
+            tries[i] = TRIES
+            exact = loads.solved(i, min(bar, best.seconds)) if programs > 0 else None
+            best, programs = best if exact is None or exact.seconds >= best.seconds else exact, programs - 1
     return best, min(float(step(loads.bounds.min())), best.seconds if best else limit, limit)
 
 

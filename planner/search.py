@@ -23,14 +23,13 @@ import numpy.typing as npt
 
 from cost_models.communication import stragglers
 from cost_models.job import Job
-from cost_models.layout import DEDUPLICATED
 from cost_models.memory import StageMemory, fits
 from planner.books import Alike, Books, Found, Outcome, Queue
-from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, placement, prefix_counts
+from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, placement, prefix_counts, priced_as
 from planner.cores import Class, Cores, Key
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
-from planner.loads import best_loads
+from planner.loads import PROGRAMS, best_loads
 from planner.program import Answer
 from planner.rows import Row, Rows, idle
 from planner.shapes import Costs
@@ -169,8 +168,11 @@ class Search:
         out: list[list[Shard]] = []
         for zero in (0, 1, 2, 3) if prefix.dp * prefix.cp <= 8 else (1, 2, 3, 0):
             some = [s for s in shards if s.zero == zero]
-            ways = dict.fromkeys((s.dispatcher, s.offload) for s in some)
-            out.append([max((s for s in some if (s.dispatcher, s.offload) == way), key=lambda s: s.dp_shard) for way in ways])
+            ways: dict[Any, list[Shard]] = {}
+            for shard in some:
+                ways.setdefault((priced_as(shard.dispatcher), shard.offload), []).append(shard)
+            same = [[s for s in way if s.dispatcher == way[0].dispatcher] for way in ways.values()]
+            out.append([max(way, key=lambda s: s.dp_shard) for way in same])
         return [group for group in out if group]
 
     # -- the search -------------------------------------------------------------------------------------------------
@@ -211,7 +213,8 @@ class Search:
         while self._work(queue, effort, 1):
             pass
         for bound, level, _, item in queue.heap:
-            self._leave(bound, item[1].number if level else len(self._members(item)), bound >= self.fastest * (1 - queue.gap))
+            number = 0 if level == 3 else item[1].number if level else len(self._members(item))
+            self._leave(bound, number, bound >= self.fastest * (1 - queue.gap))
 
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows shape by shape, and work on what they add to the queue."""
@@ -258,9 +261,11 @@ class Search:
             bound, level, item = queue.pop()
             self._patience -= 1
             self._tell(0.5 + 0.5 * queue.opened / effort if queue.opened > effort // 2 else 0.0)
-            if level == 2:
+            if level >= 2:
                 one, alike, exact = item
-                self._solve_one(bound, one, alike, exact, queue.gap)
+                left = self._solve_one(bound, one, alike, exact, queue.gap, level == 3)
+                if left is not None:
+                    queue.add(left, 3, item)
                 continue
             for least, entry in self._open_class(bound, item) if level == 0 else self._answer(bound, *item):
                 queue.add(least, level + 1, entry)
@@ -288,14 +293,14 @@ class Search:
         prefix, batch = self.rows[one.row].prefix, self._batch(one)
         alike: dict[Any, list[Shard]] = {}
         for shard in self._members(one):
-            way = DEDUPLICATED if shard.dispatcher in DEDUPLICATED else shard.dispatcher
             placed = placement(self.job.cluster, self.space.layout(prefix, batch, shard))
-            alike.setdefault((way, shard.offload, placed), []).append(shard)
+            alike.setdefault((priced_as(shard.dispatcher), shard.offload, placed), []).append(shard)
         for some in alike.values():
             yield bound, (one, Alike(some[0], len(some)))
 
     def _answer(self, bound: float, one: Class, alike: Alike) -> Iterator[tuple[float, Any]]:
-        """A column's own bound, and a quick answer."""
+        """A column's own bound, and a quick answer; of several chunks a rank, whose loads are looked at next, only where there is
+        none."""
         row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
         column, fitting = self.column(row.prefix, batch, shard)
         exact = None
@@ -338,13 +343,18 @@ class Search:
         """Whether the time allowed is over."""
         return self.deadline is not None and time.monotonic() > self.deadline
 
-    def _solve_one(self, bound: float, one: Class, alike: Alike, exact: Costs | None, gap: float) -> None:
+    def _solve_one(self, bound: float, one: Class, alike: Alike, exact: Costs | None, gap: float, close: bool) -> float | None:
+        """Solve a column. To prove, one of several chunks a rank that may still be faster is left to be closed when nothing has a lesser
+        bound: its bound then."""
         row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
         column, fitting = self.column(row.prefix, batch, shard)
         some = self.policies(batch, row.prefix)
         if exact is not None and column.layout.vpp > 1:
-            self.books.weakest = min(self.books.weakest, self._solve_loads(bound, one, alike, exact, gap))
-            return
+            least = self._solve_loads(bound, one, alike, exact, gap, close)
+            if self.prove and not close and least < self.fastest * (1 - gap):
+                return least
+            self.books.weakest = min(self.books.weakest, least)
+            return None
         result = solve_column(column, fitting, some, self.fastest, bound, self.totals, gap, deadline=self.deadline)
         self.books.programs += result.programs
         self.books.cuts += result.cuts
@@ -356,19 +366,23 @@ class Search:
             self.books.solve(alike.number)
             self.books.weakest = min(self.books.weakest, max(bound, result.bound))
             self._keep(result.answer, row.prefix, batch, shard)
+        return None
 
-    def _solve_loads(self, bound: float, one: Class, alike: Alike, exact: Costs, gap: float) -> float:
-        """The least seconds of any step of a column with several chunks a rank."""
+    def _solve_loads(self, bound: float, one: Class, alike: Alike, exact: Costs, gap: float, close: bool) -> float:
+        """The least seconds of any step of a column with several chunks a rank. ``close``: after a first look, to the end."""
         if not self.prove and one.key in self._vain:
             self.books.unexplored += alike.number
             return bound
-        self.books.solve(alike.number)
+        if not close:
+            self.books.solve(alike.number)
         before = bound
         row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
         column, fitting = self.column(row.prefix, batch, shard)
-        rounds = LOADS if self.prove else LOADS // 8
+        rounds, programs = LOADS if self.prove else LOADS // 8, PROGRAMS if close else 0
         shape, some = self.cores.shape(one.key), self.policies(batch, row.prefix)
-        answer, least = best_loads(column, fitting, some, shape, exact, self.fastest, PROVED, rounds, prove=self.prove)
+        answer, least = best_loads(
+            column, fitting, some, shape, exact, self.fastest, PROVED, rounds, prove=self.prove, programs=programs
+        )
         self._keep(answer, row.prefix, batch, shard)
         bound = max(bound, least)
         if bound < self.fastest * (1 - gap):  # the paths that were found bound it better

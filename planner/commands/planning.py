@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,11 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     job = make_job(global_batch=1, **options)
     goal = make_goal(job.seq_len, job.cluster.gpus, batch, **goals)
     request = PlanRequest(replace(job, global_batch=goal.batches[0]), **wishes)
-    terminal = screen.console()
     if why := model_refusal(request.job):
         click.echo(f"warning, before planning: {NO_FILES}{why}", err=True)
     many = len(goal.batches) > 1 or goal.objective not in ("step-time", "tokens-per-second-per-gpu")
-    errors = screen.console(stderr=True)
-    if many or errors.is_terminal:
-        with screen.progress(errors, goal.objective if many else "planning") as show:
+    if many or sys.stderr.isatty():
+        with screen.progress(screen.console(stderr=True), goal.objective if many else "planning") as show:
             found = answer(request, goal, show) if many else answer(replace(request, report=show), goal)
     else:
         found = answer(request, goal)
@@ -83,6 +82,7 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(found.text(), nl=False)
     else:
+        terminal = screen.console()
         screen.show_plan(terminal, found, str(out) if out else None)
         show_measured(terminal, job, found.layout_object)
         screen_whatif.show_extras(terminal, found)
