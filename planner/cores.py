@@ -280,13 +280,11 @@ class Cores:
         seconds of passes, its collectives included."""
         at, k, held = self.rows.at[rows], self.rows.key[rows], self.rows.held_once if key[3] == 1 else self.rows.held
         table = self.rows.prefix_table[at]
-        room = held.room[at]
-        if key[0] not in SPLIT_BACKWARD:
-            room = room - gathered_of(self.job, table, table[:, 7] if bare else shard, zero)
+        room, gathered = held.room[at], gathered_of(self.job, table, table[:, 7] if bare else shard, zero)
         if bare:
             seconds = self.seconds(rows, key, self.passes(rows), None)
             states = held.state[zero][at], held.embedding[zero][at], held.head[zero][at]
-            return Costs(**seconds, **self.bytes(key, *states, room, k, self.rows.kept.kept[k]))
+            return Costs(**seconds, **self.bytes(key, *states, room, k, self.rows.kept.kept[k], gathered))
         sharding = Sharding(self.job, table, shard, zero)
         offload = self.rows.space.may_offload
         sharding.degrees_offload = offload
@@ -294,13 +292,14 @@ class Cores:
             bulk = sharding.add(self.passes(rows))
         seconds = self.seconds(rows, key, bulk, sharding.ends(bulk))
         state, embedding, head = states_of(self.job, table, shard, zero, offload=offload, once=key[3] == 1)
-        bytes_ = self.bytes(key, state, embedding, head, room, k, self.rows.kept.kept[k])
+        bytes_ = self.bytes(key, state, embedding, head, room, k, self.rows.kept.kept[k], gathered)
         return Costs(**seconds, **bytes_)
 
     def bytes(
-        self, key: Key, state: Floats, embedding: Floats, head: Floats, whole: Floats, k: Ints, kept: Floats
+        self, key: Key, state: Floats, embedding: Floats, head: Floats, whole: Floats, k: Ints, kept: Floats, gathered: Floats
     ) -> dict[str, Floats]:
-        """The bytes of ``Costs``: ``state`` column x kind, ``embedding``, ``head`` and ``whole`` room by column, ``k`` keys."""
+        """The bytes of ``Costs``: ``state`` column x kind; by column ``embedding``, ``head``, ``whole`` room, what is ``gathered`` in a layer's
+        backward; ``k`` keys."""
         schedule, pp, vpp, _ = key
         parts, main = self.rows.kept, self.main
         last = 0 if schedule in V_SHAPED else pp - 1
@@ -316,8 +315,8 @@ class Cores:
         else:
             if pp == 1:
                 spare[:, 0] += parts.loss[k]
-                room[:, 0] -= np.maximum(parts.loss[k], parts.beyond[k] - parts.tail[k])
-            room[:, np.arange(pp) != last] -= parts.beyond[k][:, None]
+                room[:, 0] -= np.maximum(parts.loss[k], parts.beyond[k] + gathered - parts.tail[k])
+            room[:, np.arange(pp) != last] -= (parts.beyond[k] + gathered)[:, None]
         one = main.pattern[0]
         ahead = np.stack([state[:, one], kept[:, one].min(axis=1), parts.waits[k][:, one]], axis=1)
         if main.kind is not None:
