@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from cost_models.arrays import minimum
+from cost_models.arrays import minimum, where
 from cost_models.layer_cost import LayerCost
 from cost_models.layout import RecomputeRule
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
@@ -93,6 +93,15 @@ def kept_bytes(cost: LayerCost, rule: RecomputeRule, tp: Number = 1, *, discards
     total: Number = sum(minimum(s.bytes, cost.input_bytes) if i in own else s.bytes for i, s in enumerate(left))
     missing = not own and ("moe" in modules or ("shared_experts" in modules and any(s.name == "shared_input" for s in cost.saved)))
     return total + (cost.input_bytes if missing else 0)
+
+
+def kept_twice(cost: LayerCost, rule: RecomputeRule) -> Number:
+    """Of what a layer keeps under ``rule``, bytes that recomputation makes once more: attention's output, which the projection behind it
+    keeps too; a module's own input, where the layer keeps it as it is and the module's first products keep it gathered over TP."""
+    again = [s.bytes for s in cost.saved if s.name == "attention_output" and "core_attn" in rule.modules]
+    gathered = [f"{block}_{what}" for block in ("mlp",) * ("mlp" in rule.modules) for what in ("norm_output", "input")]
+    again += [where(s.bytes > cost.input_bytes, cost.input_bytes, 0) for s in cost.saved if s.name in gathered]
+    return sum(again)
 
 
 def _inputs(modules: list[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from cost_models.layer_cost import Local
 from cost_models.layers import first_layer
 from cost_models.layout import Layout, RecomputeRule
 from cost_models.measured import measured_saved
-from cost_models.recompute import kept_bytes
+from cost_models.recompute import kept_bytes, kept_twice
 from cost_models.units import Unit, microbatch_key, unit_cost
 from profiles.operations import Number
 
@@ -79,7 +79,7 @@ def _unit(job: Job, degrees: Any, unit: Unit, rule: RecomputeRule) -> UnitMemory
     return UnitMemory(
         kept,
         saved,
-        cost.retained_bytes if job.execution.split_backward_keeps_graph else cost.weight_pass_bytes,
+        cost.retained_bytes + kept_twice(cost, rule) if job.execution.split_backward_keeps_graph else cost.weight_pass_bytes,
         cost.transient,
         cost.begun,
         cost.waiting,

@@ -76,6 +76,7 @@ in split backwards; prediction modules under every schedule that splits the back
 AGAIN = [
     ("dense", "pp=2,schedule=zb-v,recompute=full"), ("dense", "pp=2,schedule=zb-h1,recompute=full"),
     ("dense", "pp=2,schedule=dualpipe-v,recompute=full"), ("dense", "pp=2,schedule=dualpipe-v,recompute=selective(mlp_act)"),
+    ("dense", "pp=2,schedule=zb-v,recompute=selective(core_attn)"), ("dense", "tp=2,pp=2,schedule=zb-h1,recompute=selective(mlp)"),
 ]  # fmt: skip
 """A layer that is recomputed runs again once, however many passes its backward has."""
 
