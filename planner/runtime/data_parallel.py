@@ -28,7 +28,7 @@ from planner.runtime.mesh import Axis, Mesh
 from planner.runtime.parameter import Block
 
 BUCKET_BYTES = 64 << 20
-"""Gradient bytes of a bucket: large enough for bandwidth, small enough to overlap."""
+"""Gradient bytes of a bucket: large enough for bandwidth, small beside what a rank holds."""
 
 
 @dataclass(frozen=True)
