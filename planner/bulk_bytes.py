@@ -26,8 +26,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of one microbatch by key: ``kept`` key x kind x mode from a layer's forward to its backward; ``beyond``: most that a layer's
-    backward needs beside what is kept (of the kind that needs least); ``tail``: kept by the head; ``loss``: what the loss needs beside
+    """Bytes of one microbatch by key: ``kept`` key x kind x mode from a layer's forward to its backward; ``beyond``: key x kind, most that
+    a layer's backward needs beside what is kept; ``tail``: kept by the head; ``loss``: what the loss needs beside
     it; ``waits`` key x kind between a layer's input-gradient and weight-gradient pass;
     ``message``: buffers of a pipeline's sends and receives."""
 
@@ -54,8 +54,8 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
     """What a microbatch needs at least, by key (``bulk.COLUMNS``). ``offload``: activations may live in host memory."""
     model, number = job.model, len(keys)
     out = Kept(
-        np.zeros((number, len(model.kinds), len(modes))), np.full(number, np.inf), np.zeros(number), np.zeros(number),
-        np.zeros((number, len(model.kinds))), np.zeros(number),
+        np.zeros((number, len(model.kinds), len(modes))), np.full((number, len(model.kinds)), np.inf),
+        np.zeros(number), np.zeros(number), np.zeros((number, len(model.kinds))), np.zeros(number),
     )  # fmt: skip
     out.waits[:] = np.inf
     out.kept[:] = np.inf
@@ -75,7 +75,7 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
                         least = least - unit_memory(job, degrees, "first", RecomputeRule(k, None, "none")).kept
                     out.kept[at, k, m] = np.minimum(out.kept[at, k, m], 0.0 if offload else least)
                 out.waits[at, k] = np.minimum(out.waits[at, k], 0.0 if offload or job.measured else unit.weight_pass)
-                out.beyond[at] = np.minimum(out.beyond[at], unit.transient)
+                out.beyond[at, k] = np.minimum(out.beyond[at, k], unit.transient)
         head = unit_memory(job, degrees, "head")
         out.tail[at] = 0.0 if offload else head.kept
         out.loss[at] = head.transient
@@ -120,13 +120,15 @@ def states_of(
 
 
 def gathered_of(job: Job, prefixes: Ints, shard: Ints, zero: int) -> Floats:
-    """Bytes of whole parameters and gradients that a layer's backward has beside the states at least, by prefix."""
+    """Bytes of whole parameters and gradients that a layer's backward has beside the states at least, by prefix: of the smallest kind, of
+    the largest one where a rank has all."""
     degrees = degrees_of_prefixes(job, prefixes, shard, zero)
     if zero < 2 or job.execution.reduces_by_unit or (zero == 2 and job.execution.gradient_bucket_bytes):
         return np.zeros(len(prefixes))
     sizes = [unit_holding(job, degrees, k)[0].all for k in range(len(job.model.kinds))]
-    least = np.min([np.zeros(len(prefixes)) + size for size in sizes], axis=0)
-    out: Floats = np.where(shards(degrees)[0] > 1, gathered_layers(job, degrees, least, least), 0.0)
+    every = np.stack([np.zeros(len(prefixes)) + size for size in sizes])
+    one = np.where(prefixes[:, 6] == 1, every.max(axis=0), every.min(axis=0))
+    out: Floats = np.where(shards(degrees)[0] > 1, gathered_layers(job, degrees, one, one), 0.0)
     return out
 
 

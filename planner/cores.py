@@ -315,8 +315,8 @@ class Cores:
         else:
             if pp == 1:
                 spare[:, 0] += parts.loss[k]
-                room[:, 0] -= np.maximum(parts.loss[k], parts.beyond[k] + gathered - parts.tail[k])
-            room[:, np.arange(pp) != last] -= (parts.beyond[k] + gathered)[:, None]
+                room[:, 0] -= np.maximum(parts.loss[k], parts.beyond[k].max(axis=1) + gathered - parts.tail[k])
+            room[:, np.arange(pp) != last] -= (parts.beyond[k].min(axis=1) + gathered)[:, None]
         one = main.pattern[0]
         ahead = np.stack([state[:, one], kept[:, one].min(axis=1), parts.waits[k][:, one]], axis=1)
         if main.kind is not None:

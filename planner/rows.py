@@ -160,7 +160,7 @@ class Rows(Sequence[Row]):
         sharded, plain = self._states(at, max), self._states(at, lambda zeros: 1 if 1 in zeros else max(zeros))
         slack, limit = self.job.execution.slack, self.job.limit_bytes
         base = limit - slack * (held.room[at] - np.where(pp > 1, kept.message[key], 0.0))
-        work = np.maximum(kept.kept[:, :, 0].max(axis=1) + kept.beyond, kept.tail + kept.loss)[key]
+        work = np.maximum(kept.kept[:, :, 0].max(axis=1) + kept.beyond.min(axis=1), kept.tail + kept.loss)[key]
         flying = np.minimum(pp, m)
         low = base + slack * ((sharded + least[key]) / pp)
         return (
