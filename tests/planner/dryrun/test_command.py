@@ -166,6 +166,21 @@ def test_verify_says_what_a_launch_would_find(saved: Path, invoke: Invoke) -> No
     assert (code, len(err.strip().splitlines())) == (2, 1)
 
 
+def test_verify_ends_with_3_where_the_plan_does_not_fit(make_plan: Callable[..., Plan], tmp_path: Path, invoke: Invoke) -> None:
+    path = tmp_path / "plan.json"
+    make_plan("dense", 2, "tp=2", trained={"memory_limit_bytes": 1e6}, layers=2, seq_len=256, global_batch=2).save(path)
+    code, out, _ = invoke("verify", str(path), "--json")
+    document = json.loads(out)
+    assert (code, document["legal"], document["fits"]) == (3, True, False)
+
+
+def test_verify_ends_with_2_where_a_rule_is_broken(saved: Path, invoke: Invoke) -> None:
+    document = json.loads(saved.read_text())
+    document["layout"]["micro_batch"] = 3
+    saved.write_text(json.dumps(document))
+    assert invoke("verify", str(saved), "--json")[0] == 2
+
+
 @pytest.fixture
 def module(
     make_plan: Callable[..., Plan], tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
