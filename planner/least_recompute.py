@@ -64,14 +64,26 @@ def menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
     return found
 
 
+def _rated(fitting: Fitting, policy: Policy, counts: Counts) -> list[tuple[float, Mix]]:
+    """The mixes of a chunk that holds these layers, with their seconds of recompute and input gradient."""
+    key = (policy, counts)
+    if key not in fitting.menus:
+        b = (fitting.column.units.b - fitting.column.units.sb).tolist()
+        fitting.menus[key] = [
+            (sum(n * b[k][m] for k, modes in enumerate(mix) for m, n in enumerate(modes)), mix)
+            for mix in policy.mixes(counts, len(fitting.column.modes))
+        ]
+    rated: list[tuple[float, Mix]] = fitting.menus[key]
+    return rated
+
+
 def _menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
-    b = fitting.column.units.b - fitting.column.units.sb
-    mixes = list(policy.mixes(counts, len(fitting.column.modes)))
+    rated = _rated(fitting, policy, counts)
+    mixes = [mix for _, mix in rated]
     table = np.zeros((len(mixes), 3 + len(MOMENTS)))
-    for row, mix in zip(table, mixes, strict=True):
+    for row, (seconds, mix) in zip(table, rated, strict=True):
         memory = fitting.chunk(chunk, mix)
         most = dict(beyond_kept(memory, 1, 1, (0.0, 0.0), True))
-        seconds = sum(n * float(b[k][m]) for k, modes in enumerate(mix) for m, n in enumerate(modes))
         row[:] = seconds, memory.kept, memory.weight_pass, *(most.get(name, -np.inf) for name in MOMENTS)
     kept: list[int] = []
     for i in np.argsort(table[:, 0], kind="stable"):
@@ -117,12 +129,13 @@ def _least(
     bare = rank_memory(fitting.job, 0, static, Peak(0.0, 0.0, "")).needed
     if max(bare, rank_memory(fitting.job, 0, static, Peak(0.0, static.update, "")).needed) > fitting.limit:
         return float("inf"), None
+    quickest = [min(_rated(fitting, policy, fitting.counts(*span)), key=lambda one: one[0]) for span in spans]
+    fastest = [mix for _, mix in quickest]
+    if _needed(fitting, static, rank, fastest) <= fitting.limit:
+        return sum(w * seconds for w, (seconds, _) in zip(weights or [1.0] * len(spans), quickest, strict=True)), fastest
     menus = [menu(fitting, policy, fitting.counts(*span), c) for c, span in zip(fitting.held(rank), spans, strict=True)]
     if weights:
         menus = [replace(one, seconds=weight * one.seconds) for one, weight in zip(menus, weights, strict=True)]
-    fastest = [one.mixes[0] for one in menus]
-    if _needed(fitting, static, rank, fastest) <= fitting.limit:
-        return float(sum(one.seconds[0] for one in menus)), fastest
     bound, seconds, picks = _combinations(_rank(fitting, static, rank, menus, bare))
     for i in np.argsort(seconds, kind="stable")[:CHECKED]:
         mixes = [one.mixes[p] for one, p in zip(menus, picks[i], strict=True)]
