@@ -223,10 +223,17 @@ class Fitting:
         least = sum(n * float(b[k].min()) for k, n in enumerate(counts))
         found: tuple[float, Mix] | None = None
         snapshots = self.snapshots[rank]
+        known: dict[Mix, bool] = {}
+
+        def fits(mix: Mix) -> bool:
+            if mix not in known:  # lines share their ends
+                known[mix] = self.total(static, {chunk: self.chunk(chunk, mix)}, snapshots) <= self.limit
+            return known[mix]
+
         for line in policy.lines(counts, len(self.column.modes)):
             if found is not None and found[0] <= 0.0:
                 break
-            place = first_fitting(line, lambda mix: self.total(static, {chunk: self.chunk(chunk, mix)}, snapshots) <= self.limit)
+            place = first_fitting(line, fits)
             if place is None:
                 continue
             mix = line[place]
