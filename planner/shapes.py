@@ -33,7 +33,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 ROUNDING = 1e-9
 """Layers by which a capacity may miss a whole number through rounding."""
-WAITING = (1.0, 8.0, 1e3)
+WAITING = (1.0, 8.0)
 """Times a microbatch alive that one waiting for its weight gradient weighs in the moments that are looked at."""
 HIDDEN = USABLE * (1 - INTERFERENCE)
 """Seconds of a rank's gradient reduction that a second more of its backward hides at most."""
