@@ -144,6 +144,7 @@ def test_a_class_may_be_done_in_the_time_of_each_of_its_layouts(name: str) -> No
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_a_class_may_be_done_in_the_time_of_five_hundred_of_its_layouts(name: str) -> None:
     no_class_is_slower_than_its_layouts(name, 500, 1)
@@ -205,6 +206,7 @@ def test_a_class_may_be_done_in_the_time_of_answers_whose_ranks_recompute_apart(
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_a_class_may_be_done_in_the_time_of_two_hundred_answers_whose_ranks_recompute_apart(name: str) -> None:
     no_class_is_slower_than_its_tight_answers(name, 200, 1)
