@@ -171,6 +171,8 @@ class Rows:
                 longest = (new + to_come[rank + 1][:, layers - used[at] - size].T).max(axis=1)
                 good = np.flatnonzero(longest < top)
                 kept.append((at[good], np.full(len(good), option), new[good], longest[good]))
+            if not kept:
+                return np.zeros((0, len(prices)), np.int64), float("inf")
             at, choice = (np.concatenate([x[i] for x in kept]) for i in (0, 1))
             seconds, bound = (np.concatenate([x[i] for x in kept]) for i in (2, 3))
             if len(at) > most:
