@@ -112,3 +112,29 @@ def test_an_index_that_names_anything_but_an_index_is_not_executed(tmp_path: Pat
     with pytest.raises(InputError, match=r"names pathlib\.Path\.touch, which no checkpoint"):
         read_whole(tmp_path, "a", (1,))
     assert not (tmp_path / "harm").exists()
+
+
+class Asked:
+    """Pickled as a call of ``getattr``."""
+
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.of
+
+
+def test_an_index_written_by_an_early_python_3_11_is_read_and_getattr_is_called_for_nothing_else() -> None:
+    import io
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    from planner.runtime.checkpoint_index import Foreign, _Checked
+
+    early = pickle.dumps(Asked(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert _Checked(io.BytesIO(early)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for of in ((_MEM_FORMAT_ENCODING, "__init__"), (torch.Size, "numel"), (torch.float32, "itemsize")):
+        with pytest.raises(Foreign, match="which no checkpoint of axisplan holds"):
+            _Checked(io.BytesIO(pickle.dumps(Asked(*of)))).load()
