@@ -150,10 +150,10 @@ class Rows(Sequence[Row]):
         return held_of(self.job, self.space.limits, self.prefix_table, offload=self.space.may_offload, once=True)
 
     @cached_property
-    def bytes(self) -> tuple[Floats, Floats, Floats]:
-        """(lower bound, estimates without recompute and with all of it) of the bytes of the fullest rank, by row: the mean over ranks of
-        states under the most sharding and of one microbatch in the least mode; for the estimates, of the microbatches that 1F1B has in
-        flight under ZeRO-1, one layer or the loss at work."""
+    def bytes(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """(lower bound, estimates without recompute, with all of it, and under the most sharding too) of the bytes of the fullest rank, by
+        row: the mean over ranks of states under the most sharding and of one microbatch in the least mode; for the estimates, of the
+        microbatches that 1F1B has in flight under ZeRO-1, one layer or the loss at work."""
         at, key, pp, m = self.at, self.key, self.table[:, 7], self.table[:, 9]
         held, kept, totals = self.held, self.kept, self.totals
         least, most = kept.kept.min(axis=2) @ totals, kept.kept[:, :, 0] @ totals
@@ -167,6 +167,7 @@ class Rows(Sequence[Row]):
             low,
             base + slack * ((plain + most[key] * flying) / pp + work),
             base + slack * ((plain + least[key] * flying) / pp + work),
+            base + slack * ((sharded + least[key] * flying) / pp + work),
         )
 
     def _states(self, at: Ints, choose: Callable[[list[int]], int]) -> Floats:

@@ -39,8 +39,8 @@ from profiles.errors import InputError
 
 QUICK = 1e-2
 """Relative gap at which the search stops unless a proof is asked for, or is cheap."""
-SMALL = 20_000
-"""Columns of a space that is worth proving unasked."""
+SMALL, TINY = 20_000, 2_000
+"""Columns of a space that is worth proving unasked, and of one whose proof takes all the effort that it takes."""
 EFFORT, EFFORT_TO_PROVE = 600, 20_000
 """Classes, columns and programs opened at most: a count, not a time, so that the same input gives the same plan on any machine."""
 LOADS = 64
@@ -56,8 +56,10 @@ STEPS, CROWD = 6, 60
 """Entries opened after a shape, where that many wait: a better answer then leaves fewer."""
 CLOSE = 0.95
 """Share of the first answer's seconds above which no further family is asked for one."""
-SCHEDULES = 3
-"""Schedules of a row that looks fast answered before the rest is bounded."""
+SCHEDULES, MICRO_BATCHES = 3, 4
+"""Schedules of a row that looks fast answered before the rest is bounded; micro batches of the same degrees tried where memory decides."""
+POOR = 1.5
+"""Times what the best row promises, beyond which a first answer is poor."""
 
 
 @dataclass
@@ -107,7 +109,7 @@ class Search:
 
     def _hopes(self, bounds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """About how long a row's best step takes: its bound, the pipeline's idle time, and recompute where memory asks for it."""
-        _, plain, tight = self.rows.bytes
+        _, plain, tight, _ = self.rows.bytes
         limit = self.job.limit_bytes
         over = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
         hopes: npt.NDArray[np.float64] = bounds * (1 + self.rows.idle()) * (1 + over / 3) * np.where(tight > limit, 1.4, 1.0)
@@ -207,7 +209,7 @@ class Search:
         with the least bound is opened next: a class into its columns, a column into an answer, an answer into a proof. Rows that look
         fastest go first, so that the rest is compared with a good answer."""
         gap = PROVED if self.prove or self.books.legal <= SMALL else QUICK
-        effort = EFFORT_TO_PROVE if self.prove else EFFORT
+        effort = EFFORT_TO_PROVE if self.whole else EFFORT
         queue = Queue(gap)
         self._shapes(queue, Cores(self.rows, left[self.least[left] < self.fastest], self.store), effort)
         while self._work(queue, effort, 1):
@@ -314,19 +316,26 @@ class Search:
             self._keep(quick(column, fitting, self.policies(batch, row.prefix)), row.prefix, batch, shard)
         yield bound, (one, alike, exact)
 
-    def _first_answers(self, left: npt.NDArray[np.int64], most: int = 60) -> None:
-        """Quick answers of rows of different families of degrees that look fast, until one fits and the next look little faster: behind a
-        poor answer nothing is cut, and effort is spent on what is no better."""
+    def _first_answers(self, left: npt.NDArray[np.int64]) -> None:
+        """Quick answers of rows that look fast, until one fits and the next look little faster: behind a poor answer nothing is cut, and effort
+        is spent on what is no better. Where none comes near what rows promise, memory is what decides: rows that fit with all recompute and
+        sharding go first then."""
         hopes = self._hopes(self.least)
-        left = left[np.lexsort((left, hopes[left]))]
-        seen: set[tuple[int, ...]] = set()
-        for i in left:
-            if hopes[i] >= CLOSE * self.fastest or len(seen) == most:
+        self._answers_in_order(left, hopes, 60, 1)
+        if self.fastest > POOR * float(hopes[left].min()):
+            fits = self.rows.bytes[3] <= self.job.limit_bytes
+            self._answers_in_order(left, np.where(fits, self.least * (1 + self.rows.idle()), np.inf), 30, MICRO_BATCHES)
+
+    def _answers_in_order(self, left: npt.NDArray[np.int64], hopes: npt.NDArray[np.float64], rows: int, micro_batches: int) -> None:
+        """Quick answers of up to ``rows`` rows in the order of their ``hopes``: of the same degrees up to ``micro_batches`` until one fits."""
+        tried: dict[tuple[int, ...], int] = {}
+        for i in left[np.lexsort((left, hopes[left]))]:
+            if hopes[i] >= CLOSE * self.fastest or rows == 0 or self.late() or not np.isfinite(hopes[i]):
                 return
             degrees = family(self.rows.prefixes[self.rows.at[i]], None)
-            if degrees not in seen:
-                seen.add(degrees)
-                self.try_row(self.rows[int(i)], SCHEDULES)
+            if tried.get(degrees, 0) < micro_batches:
+                fits, rows = self.try_row(self.rows[int(i)], SCHEDULES), rows - 1
+                tried[degrees] = micro_batches if fits else tried.get(degrees, 0) + 1
 
     def _tell(self, share: float) -> None:
         """Progress, which never goes back."""
@@ -334,10 +343,15 @@ class Search:
             self._share = max(self._share, min(share, 1.0))
             self.report(self._share, f"best {self.fastest:.4g} s" if self.best else "")
 
+    @property
+    def whole(self) -> bool:
+        """Whether effort goes on until the gap is closed."""
+        return self.prove or self.books.legal <= TINY
+
     def _enough(self, least: float) -> bool:
         """Whether to stop before what is bounded by ``least``: the time allowed is over; or nothing left can narrow the gap, which something
         left unexplored holds open, and no answer got better for long."""
-        return self.late() or (not self.prove and least >= self.books.weakest and self._patience <= 0)
+        return self.late() or (not self.whole and least >= self.books.weakest and self._patience <= 0)
 
     def late(self) -> bool:
         """Whether the time allowed is over."""
@@ -370,7 +384,7 @@ class Search:
 
     def _solve_loads(self, bound: float, one: Class, alike: Alike, exact: Costs, gap: float, close: bool) -> float:
         """The least seconds of any step of a column with several chunks a rank. ``close``: after a first look, to the end."""
-        if not self.prove and one.key in self._vain:
+        if not self.whole and one.key in self._vain:
             self.books.unexplored += alike.number
             return bound
         if not close:

@@ -130,3 +130,16 @@ def test_the_schema_in_the_docs_is_the_plans(plan):
     stands = Path(__file__).resolve().parents[2] / "docs" / "plan.schema.json"
     if stands.exists():
         assert json.loads(stands.read_text(encoding="utf-8")) == schema()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ("llama-3-70b --cluster h100-sxm:2x8 --seq-len 4k --global-batch 64 --top 0", 29.3),
+        ("qwen3-30b-a3b --cluster h100-sxm:1x8 --seq-len 4k --global-batch 64 --pin schedule=interleaved", 4.81),
+    ],
+)
+def test_where_memory_is_tight_the_plan_is_as_fast_as_the_proved_one(words: str, seconds: float, invoke: Any) -> None:
+    certificate = json.loads(invoke("plan", *words.split(), "--json")[1])["certificate"]
+    assert certificate["fastest_seconds"] < seconds and certificate["gap"] < 0.015
