@@ -120,8 +120,8 @@ class Checkpoints:
             self._name_it(target, meta)
         except BaseException as error:
             self._failed = error
-            if dist.get_rank() == 0:
-                shutil.rmtree(target, ignore_errors=True)  # a full disk gets its space back
+            if dist.get_rank() == 0 and not (target / "axisplan.json").is_file():
+                shutil.rmtree(target, ignore_errors=True)  # a full disk gets its space back; what is named as whole stays
 
     def _name_it(self, target: Path, meta: dict[str, Any]) -> None:
         """Rank 0 says that the checkpoint is whole; every rank fails where it could not."""
@@ -130,9 +130,11 @@ class Checkpoints:
             try:
                 write_text(target / "axisplan.json", json.dumps(meta))
                 write_text(self.folder / "latest", target.name + "\n")
-                self._drop_old(target)
             except OSError as error:
                 said = [one_line(error)]
+                (target / "axisplan.json").unlink(missing_ok=True)
+            else:
+                self._drop_old(target)
         dist.broadcast_object_list(said, 0, group=self._group)
         if said[0] is not None:
             raise OSError(said[0])

@@ -114,6 +114,39 @@ def test_an_index_that_names_anything_but_an_index_is_not_executed(tmp_path: Pat
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_rank_that_dies_while_a_checkpoint_is_named_leaves_it_and_a_full_disk_leaves_the_one_before(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from planner.runtime import checkpoint
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def no_room(path: Path, text: str) -> None:
+        if path.name == "latest":
+            raise OSError(28, "No space left on device")
+        path.write_text(text)
+
+    saver = checkpoint.Checkpoints.__new__(checkpoint.Checkpoints)
+    saver.folder, saver.keep, saver._group, saver._failed = tmp_path, 1, None, None
+    for name in ("step-00000002", "step-00000004"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000002" / "axisplan.json").write_text("{}")
+    (tmp_path / "latest").write_text("step-00000002\n")
+    monkeypatch.setattr(checkpoint, "write_state", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint.dist, "broadcast_object_list", gone)
+    if full:
+        monkeypatch.setattr(checkpoint, "write_text", no_room)
+    saver._write({}, tmp_path / "step-00000004", {"format": checkpoint.FORMAT})
+    assert isinstance(saver._failed, RuntimeError)
+    last = checkpoint.latest(tmp_path)
+    assert last is not None and last.name == ("step-00000002" if full else "step-00000004")
+    assert (last / "axisplan.json").is_file()
+    assert (tmp_path / "step-00000004").exists() is not full
+
+
 class Asked:
     """Pickled as a call of ``getattr``."""
 
