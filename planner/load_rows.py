@@ -140,8 +140,8 @@ class Rows:
         self.alike = len(set(self.column.job.model.pattern)) == 1
 
     def few(self, top: float, gap: float) -> tuple[Ints, float, Answer | None]:
-        """(rows that may take less than ``top`` seconds of pipeline, what others may take at least: inf where all are there, the best answer
-        found on the way)."""
+        """(rows that may take less than ``top`` seconds of pipeline and the best answer, what other rows take at least: inf where none was
+        left out, the best answer found on the way)."""
         best: Answer | None = None
         bar, column = top, self.column
         for _ in range(TIMES):
@@ -201,7 +201,7 @@ class Rows:
         c, leading = self.costs, self.shape.leading
         f, b, w, _, _, p2p, _, _ = self.shape.paths.matrices
         three = np.stack([f, b, w])
-        out = p2p * c.transfer[0] + three[:, :, 0].T @ c.embedding[0] + three[:, :, -1].T @ c.head[0] + c.least[0]
+        out = p2p * c.transfer[0] + three[:, :, 0].T @ c.embedding[0] + three[:, :, -1].T @ c.head[0] + min(c.least[0], 0.0)
         if leading:
             out = out - leading * (c.quicker[0] @ three[:, :, :leading].max(axis=2))
         result: Floats = out - three.max(axis=0) @ c.credit[0]

@@ -69,11 +69,9 @@ def best_loads(
         return None, limit
     choices = Rows(column, fitting, policies, shape, costs, low[0].astype(np.int64), high[0].astype(np.int64))
     rows, beyond, best = choices.few(top, gap)
-    if np.isfinite(beyond) or not len(rows):
-        return best, min(float(step(beyond)), best.seconds if best else limit, limit)
     options, rows = _placed(column, fitting, choices, rows, top)
     if not len(rows):
-        return best, min(best.seconds if best else limit, limit)
+        return best, min(float(step(beyond)), best.seconds if best else limit, limit)
     loads = _Loads(column, fitting, policies, shape, costs, options, rows)
     rounds = rounds if sum(map(len, options)) <= MANY else min(rounds, SOME)
     tries, stalled = np.zeros((2, len(rows)), np.int64)
@@ -99,7 +97,7 @@ def best_loads(
             tries[i] = TRIES
             exact = loads.solved(i, min(bar, best.seconds)) if programs > 0 else None
             best, programs = best if exact is None or exact.seconds >= best.seconds else exact, programs - 1
-    return best, min(float(step(loads.bounds.min())), best.seconds if best else limit, limit)
+    return best, min(float(step(loads.bounds.min())), float(step(beyond)), best.seconds if best else limit, limit)
 
 
 def _placed(column: Column, fitting: Fitting, choices: Rows, rows: Ints, top: float) -> tuple[list[list[Option]], Ints]:

@@ -12,6 +12,7 @@ from planner import load_rows
 from planner.cores import Cores
 from planner.dealing import dealt, ways
 from planner.load_rows import Rows
+from planner.loads import best_loads
 from planner.search import Search
 from planner.space import Space, read_wishes
 from tests.planner.jobs import decoder, job
@@ -87,3 +88,35 @@ def test_where_rows_are_too_many_what_is_left_out_takes_at_least_what_is_said(
     kept = {tuple(r) for r in found.tolist()}
     assert len(kept) < len(every) and np.isfinite(beyond)
     assert all(seconds >= beyond for row, seconds in every.items() if row not in kept)
+
+
+@pytest.mark.parametrize("likely", [1, 2, 4])
+@pytest.mark.parametrize(("schedule", "vpp", "layers"), CASES)
+def test_a_column_whose_rows_are_too_many_is_bounded_by_no_more_than_its_best(
+    schedule: str, vpp: int, layers: int, likely: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(schedule, vpp, layers)
+    args = (rows.column, rows.fitting, rows.policies, rows.shape, rows.costs, 1e3, 1e-6)
+    whole, least = best_loads(*args, 500)
+    assert whole is not None and least <= whole.seconds * (1 + 1e-9)
+    for name, value in (("MOST", likely), ("LIKELY", likely), ("TIMES", 1)):
+        monkeypatch.setattr(load_rows, name, value)
+    for rounds in (0, 1, 8):
+        found, bound = best_loads(*args, rounds)
+        assert bound <= whole.seconds * (1 + 1e-9)
+        assert found is None or found.seconds >= whole.seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "vpp", "layers"), CASES)
+def test_rows_that_were_kept_are_looked_at_where_others_were_left_out(
+    schedule: str, vpp: int, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(schedule, vpp, layers)
+    args = (rows.column, rows.fitting, rows.policies, rows.shape, rows.costs, 1e3, 1e-6, 500)
+    whole = best_loads(*args)
+    assert whole[0] is not None
+    left_out = 0.9e3  # so much take those left out at least: what bounds the column are the rows that were kept
+    monkeypatch.setattr(Rows, "few", lambda self, top, gap: (self.below(top)[0], left_out, None))
+    found, bound = best_loads(*args)
+    assert found is not None and found.seconds == pytest.approx(whole[0].seconds)
+    assert bound == pytest.approx(whole[1])
