@@ -109,7 +109,7 @@ def simulated(
 
 
 @dataclass
-class Rows:
+class LoadRows:
     """The rows of a column whose ranks hold ``low`` to ``high`` layers. Layers of kinds other than the main one are priced as the main one's,
     less what they may save (``shapes.Costs``); where all are alike, what memory asks for is made exact as it is needed."""
 

@@ -20,7 +20,7 @@ from cost_models.pipeline import Path
 from planner.columns import Column, Mix
 from planner.fitting import Fitting, Policy
 from planner.least_recompute import least_recompute, menu
-from planner.load_rows import Option, Rows, ends, simulated
+from planner.load_rows import LoadRows, Option, ends, simulated
 from planner.program import Answer, Block, Pattern, Program
 from planner.recompute_tables import NEVER
 from planner.shapes import Costs, Shape
@@ -67,7 +67,7 @@ def best_loads(
         low, high = np.full_like(low, each), np.full_like(high, each)
     if not good[0]:
         return None, limit
-    choices = Rows(column, fitting, policies, shape, costs, low[0].astype(np.int64), high[0].astype(np.int64))
+    choices = LoadRows(column, fitting, policies, shape, costs, low[0].astype(np.int64), high[0].astype(np.int64))
     rows, beyond, best = choices.few(top, gap)
     options, rows = _placed(column, fitting, choices, rows, top)
     if not len(rows):
@@ -100,7 +100,7 @@ def best_loads(
     return best, min(float(step(loads.bounds.min())), float(step(beyond)), best.seconds if best else limit, limit)
 
 
-def _placed(column: Column, fitting: Fitting, choices: Rows, rows: Ints, top: float) -> tuple[list[list[Option]], Ints]:
+def _placed(column: Column, fitting: Fitting, choices: LoadRows, rows: Ints, top: float) -> tuple[list[list[Option]], Ints]:
     """Options and rows where every chunk's layers stand in their place, those left out that take ``top`` seconds of pipeline without any
     recompute: an option has the kinds of its chunks' layers, wherever they stand."""
     chunks, pp = fitting.layout.chunks, fitting.layout.pp

@@ -11,7 +11,7 @@ import pytest
 from planner import load_rows
 from planner.cores import Cores
 from planner.dealing import dealt, ways
-from planner.load_rows import Rows
+from planner.load_rows import LoadRows
 from planner.loads import best_loads
 from planner.search import Search
 from planner.space import Space, read_wishes
@@ -37,7 +37,7 @@ def test_loads_are_dealt_to_every_chunk() -> None:
     assert dealt(folded, [3, 4], 2, 1) == (1, 2, 2, 2)
 
 
-def rows_of(schedule: str, vpp: int, layers: int) -> Rows:
+def rows_of(schedule: str, vpp: int, layers: int) -> LoadRows:
     """The rows of a column whose two ranks may hold up to two layers more or fewer than half."""
     j = job(decoder(layers=layers, hidden=512, heads=4, width=2048, vocab=16384, head_dim=64), "h100-sxm:1x2", 2048, 16)
     search = Search(j, Space(j, read_wishes(f"pp=2,vpp={vpp},schedule={schedule},micro_batch=2,order=tp-cp-dp-pp,cp=1")))
@@ -48,10 +48,12 @@ def rows_of(schedule: str, vpp: int, layers: int) -> Rows:
     key = (schedule, 2, vpp, row.microbatches)
     one = next(c for _, c in cores.within(key, np.arange(1), 1e3) if (c.zero, c.shard) == (shard.zero, shard.dp_shard))
     low, high = np.full(2, max(vpp, layers // 2 - 2)), np.full(2, layers // 2 + 2)
-    return Rows(column, fitting, search.policies(row.batches[0], row.prefix), cores.shape(key), cores.exact(one, column), low, high)
+    return LoadRows(
+        column, fitting, search.policies(row.batches[0], row.prefix), cores.shape(key), cores.exact(one, column), low, high
+    )
 
 
-def seconds_of(rows: Rows) -> dict[tuple[int, ...], float]:
+def seconds_of(rows: LoadRows) -> dict[tuple[int, ...], float]:
     """By row that holds all layers: the longest of the kept paths."""
     prices = [rows._price(rank) for rank in range(2)]
     out = {}
@@ -116,7 +118,7 @@ def test_rows_that_were_kept_are_looked_at_where_others_were_left_out(
     whole = best_loads(*args)
     assert whole[0] is not None
     left_out = 0.9e3  # so much take those left out at least: what bounds the column are the rows that were kept
-    monkeypatch.setattr(Rows, "few", lambda self, top, gap: (self.below(top)[0], left_out, None))
+    monkeypatch.setattr(LoadRows, "few", lambda self, top, gap: (self.below(top)[0], left_out, None))
     found, bound = best_loads(*args)
     assert found is not None and found.seconds == pytest.approx(whole[0].seconds)
     assert bound == pytest.approx(whole[1])
