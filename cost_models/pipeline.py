@@ -320,37 +320,42 @@ def seed_paths(schedule: str, pp: int, vpp: int, microbatches: int, blocking: bo
     do, and leaves over what waits for its last backward (or stays until its last action). Their number does not grow with the
     microbatches; counts do, linearly.
     """
-    shorter = _shorter(schedule, pp, vpp, microbatches)
-    for run, skipped in (*shorter, (microbatches, 0)):
+    for run, skipped in (*_shorter(schedule, pp, vpp, microbatches), (microbatches, 0)):
         g = graph(schedule, pp, vpp, run)
         if skipped and g.steady[1] < g.steady[0]:
             continue
-        return tuple(_seeds(g, skipped, blocking, schedule))
+        return tuple(
+            _as_path(counts + skipped * g.block_counts[rank] if skipped else counts, transfers, g, blocking, schedule, first, last)
+            for rank, counts, transfers, first, last in _seeds(schedule, pp, vpp, run)
+        )
     raise AssertionError("the whole run is always tried")
 
 
-def _seeds(g: Graph, skipped: int, blocking: bool, schedule: str) -> list[Path]:
-    waiter = {source: node for node, source in enumerate(g.source, start=1) if source}
-    own: list[list[int]] = [[] for _ in range(g.pp)]
-    for node in range(1 + g.pp, len(g.places)):
-        own[g.places[node][0]].append(node)
-    backward_kinds = {*range(g.chunks, 4 * g.chunks), *range(5 * g.chunks, 6 * g.chunks)}
+@lru_cache(maxsize=1024)
+def _seeds(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, Floats, Floats, int, int], ...]:
+    """(rank it follows, its nodes by kind, its transfers, ranks it begins and ends on) of each path."""
+    g = graph(schedule, pp, vpp, microbatches)
+    kind, waiter = np.array(g.kind), np.zeros(len(g.rank), np.int64)
+    waiter[g.source] = np.arange(1, len(g.rank))
+    backward = (kind // g.chunks >= 1) & (kind // g.chunks <= 3) | (kind // g.chunks == 5)
+    by_rank = np.argsort(g.rank, kind="stable")
+    own = np.split(by_rank[1:], np.flatnonzero(np.diff(g.rank[by_rank[1:]])) + 1)
     paths = []
-    for rank, nodes in enumerate(own):
-        first_backward = next((n for n in nodes if g.kind[n - 1] in backward_kinds), nodes[0])
-        last_awaited = next((n for n in reversed(nodes) if n in waiter), nodes[-1])
-        for entry, leave in itertools.product({nodes[0], first_backward}, {last_awaited, nodes[-1]}):
+    for rank, (_, *nodes) in enumerate(own):
+        some = np.array(nodes)
+        awaited = np.flatnonzero(waiter[some])
+        first_backward = int(backward[some - 1].argmax())
+        for entry, leave in itertools.product(
+            {0, first_backward}, {int(awaited[-1]) if len(awaited) else len(some) - 1, len(some) - 1}
+        ):
             if leave < entry:
                 continue
-            steps = _way_in(g, entry) + [(n, False) for n in nodes if entry < n <= leave]
-            while steps[-1][0] in waiter:
-                steps.append((waiter[steps[-1][0]], True))
-            counts, transfers = _count(g, steps)
-            if skipped:
-                counts += skipped * g.block_counts[rank]
-            first, last = (g.places[steps[i][0]][0] for i in (0, -1))
-            paths.append(_as_path(counts, transfers, g, blocking, schedule, first, last))
-    return paths
+            way = _way_in(g, nodes[entry]), _way_out(waiter, nodes[leave])
+            counts, transfers = _count(g, way[0] + way[1])
+            counts += np.bincount(kind[some[entry + 1 : leave + 1] - 1], minlength=len(counts))
+            first, last = g.rank[way[0][0][0]], g.rank[way[1][-1][0]] if way[1] else rank
+            paths.append((rank, counts, transfers, int(first), int(last)))
+    return tuple(paths)
 
 
 def _way_in(g: Graph, node: int) -> list[Step]:
@@ -361,3 +366,12 @@ def _way_in(g: Graph, node: int) -> list[Step]:
         steps.append((node, source > 0))
         node = source or before
     return steps[::-1]
+
+
+def _way_out(waiter: npt.NDArray[np.int64], node: int) -> list[Step]:
+    """From transfer to transfer, over what waits for ``node``, by ``waiter``."""
+    steps = []
+    while waiter[node]:
+        node = int(waiter[node])
+        steps.append((node, True))
+    return steps

@@ -1,23 +1,22 @@
-"""Cores (a row with a schedule and vpp) by shape, and their costs as arrays: what the search bounds before it looks at columns one by one."""
+"""Cores (a row with a schedule and vpp) bounded by arrays, those of one pipeline together: what the search does before it looks at columns one
+by one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.chunks import blocks_transfers, boundary_bytes
-from cost_models.communication import reach
-from cost_models.layout import SPLIT_BACKWARD, V_SHAPED, divisors
+from cost_models.chunks import blocks_transfers
+from cost_models.layout import V_SHAPED, divisors
 from cost_models.pipeline import simulate
-from planner.bulk import Bulk, degrees_of
-from planner.bulk_bytes import gathered_of, states_of
-from planner.bulk_sharding import Ends, Sharding
+from planner.bulk import Bulk
 from planner.columns import Column, PathStore
+from planner.core_costs import CoreCosts, Pipeline
 from planner.dealing import dealt
 from planner.heuristic import balanced
 from planner.rows import Rows
@@ -26,58 +25,47 @@ from planner.shapes import ROUNDING, Costs, Shape
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Key = tuple[str, int, int, int]
-"""(schedule, pp, vpp, microbatches)."""
+"""(schedule, pp, vpp, microbatches): the shape of a core."""
 COARSE, FINE = 5, 12
 """Halvings of the way between a known bound and the answer: of classes by arrays, of a column."""
 FEW = 12
 """Rows up to which all splits of data parallelism are looked at together, none of them first by ZeRO stage alone."""
-MOSTLY = 0.9
-"""Share of the layers above which a kind stands for all of them, the others' savings counted apart."""
+BLOCK = 1 << 17
+"""Numbers (row x rank x layers) of an array that is small enough to stay near the processor."""
 
 
-@dataclass(frozen=True)
-class Main:
-    """The layers of a model as one kind: ``kind`` (None: their mean stands for all), ``layers`` of all kinds, ``pattern``."""
+@dataclass(frozen=True, slots=True)
+class Class:
+    """Columns of a core that share their ZeRO stage and the ways ``shard`` in which data parallelism is split."""
 
-    kind: int | None
-    layers: int
-    pattern: tuple[int, ...]
-    totals: Ints
-
-    @cached_property
-    def first(self) -> int:
-        """How many layers of one other kind stand before all of the main kind; 0 where layers of others stand elsewhere."""
-        if self.kind is None or self.kind not in self.pattern:
-            return 0
-        number = self.pattern.index(self.kind)
-        return number if len({*self.pattern[:number]}) == 1 and {*self.pattern[number:]} == {self.kind} else 0
+    row: int
+    key: Key
+    zero: int
+    shard: int
 
 
-class Cores:
-    """Every core of some rows, grouped by shape."""
+class Cores(CoreCosts):
+    """Every core of some rows, by pipeline; ``store`` keeps paths."""
 
     def __init__(self, rows: Rows, which: Ints, store: PathStore) -> None:
-        self.rows, self.store, self.job = rows, store, rows.job
-        totals = rows.totals
-        main = int(totals.argmax())
-        mostly = totals[main] >= MOSTLY * totals.sum()
-        self.main = Main(main if mostly else None, int(totals.sum()), tuple(self.job.model.pattern), totals)
-        self.by: dict[Key, Ints] = self._grouped(which)
+        super().__init__(rows)
+        self.store = store
+        self.by = self._grouped(which)
         self._shapes: dict[Key, Shape] = {}
         self._balanced: set[Key] = set()
 
-    def _grouped(self, which: Ints) -> dict[Key, Ints]:
-        """Rows by shape."""
+    def _grouped(self, which: Ints) -> dict[Pipeline, Ints]:
+        """Rows by pipeline."""
         rows = self.rows
         pp, slot = rows.table[which, 7], rows.slot[which]
         code = slot * (int(pp.max(initial=1)) + 1) + pp
         order = np.argsort(code, kind="stable")
-        by: dict[Key, list[Ints]] = defaultdict(list)
+        by: dict[Pipeline, list[Ints]] = defaultdict(list)
         for part in np.split(which[order], np.flatnonzero(np.diff(code[order])) + 1) if len(which) else []:
             stages = int(rows.table[part[0], 7])
             for batch in rows.slots[rows.slot[part[0]]]:
-                by[batch.schedule, stages, batch.vpp, batch.microbatches].append(part)
-        return {key: np.concatenate(parts) for key, parts in by.items()}
+                by[batch.schedule, stages, batch.vpp].append(part)
+        return {pipeline: np.concatenate(parts) for pipeline, parts in by.items()}
 
     def shape(self, key: Key) -> Shape:
         """The paths of a shape."""
@@ -85,62 +73,78 @@ class Cores:
             schedule, pp, vpp, microbatches = key
             blocking = blocks_transfers(self.job, schedule)
             find = partial(self.store.of, schedule, pp, vpp, microbatches, blocking)
-            self._shapes[key] = Shape(key, find, self.leading(key))
+            self._shapes[key] = Shape(key, find, self.leading(pp))
         return self._shapes[key]
-
-    def leading(self, key: Key) -> int:
-        """Leading layers of another kind that are counted one by one, at most one a rank's first chunk more than the next rank's."""
-        return self.main.first if self.main.first <= key[1] or key[1] == 1 else 0
 
     # -- what may be done within a time --------------------------------------------------------------------------------
 
-    def zeros(self, key: Key, rows: Ints) -> list[int]:
-        """ZeRO stages that some column of a shape has."""
+    def zeros(self, pipeline: Pipeline, rows: Ints) -> list[int]:
+        """ZeRO stages that some column of a pipeline's cores has."""
         space = self.rows.space
         found: set[int] = set()
         for i in rows:
             row = self.rows[int(i)]
-            batch = next(b for b in row.batches if (b.schedule, b.vpp) == (key[0], key[2]))
+            batch = next(b for b in row.batches if (b.schedule, b.vpp) == (pipeline[0], pipeline[2]))
             found |= space.stages(row.prefix, batch)
         return sorted(found)
 
-    def glance(self, key: Key, rows: Ints, seconds: float) -> Ints:
+    def glance(self, pipeline: Pipeline, rows: Ints, seconds: float) -> Ints:
         """The rows whose ranks could hold all layers within ``seconds`` of pipeline before the schedule's paths are known: a rank waits for
         a layer of each chunk before its own, and does all its microbatches; or the first one passes all ranks, and a rank does the rest."""
-        schedule, pp, vpp, m = key
-        c = self.quick(rows, key)
+        schedule, pp, vpp = pipeline
+        m = self.rows.table[rows, 9][:, None]
+        c = self.quick(rows, pipeline)
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
         last = 0 if schedule in V_SHAPED else pp - 1
         ends = np.zeros((len(rows), pp))
         ends[:, 0] += c.embedding.sum(axis=1)
         ends[:, last] += c.head.sum(axis=1)
-        lead, quicker = self.leading(key), c.quicker.sum(axis=1)[:, None]
+        lead, quicker = self.leading(pp), c.quicker.sum(axis=1)[:, None]
         less = c.credit.sum(axis=1) + lead * quicker[:, 0]
         credit = vpp * c.credit[:, :1]
         spare = credit + np.maximum(lead - np.arange(pp), 0) * quicker
         wait = c.f - c.hidden[:, 0] + (c.b + c.w if schedule in ("1f1b", "gpipe", "interleaved") else 0.0)
         wait = np.maximum(0.0, wait[:, None] * np.arange(pp) - less[:, None])
         budget = (seconds - wait) / m - ends
-        if pp > 1 and m > 1 and schedule in ("1f1b", "gpipe"):
+        if pp > 1 and schedule in ("1f1b", "gpipe"):
             total = each * self.main.layers + ends.sum(axis=1) - less
-            after = (seconds - total[:, None]) / (m - 1) - ends
+            more = np.maximum(m - 1, 1)
+            after = (seconds - total[:, None]) / more - ends
             if schedule == "1f1b":
-                after += self._ahead(rows, c, after + spare, each, m)
-            budget = np.minimum(budget, after)
+                after += self._ahead(rows, c, after + spare, each, more)
+            budget = np.where(m > 1, np.minimum(budget, after), budget)
         most = budget + spare
         most = np.floor(most / np.maximum(each[:, None], 1e-30) + ROUNDING)
         good = np.flatnonzero((most >= vpp).all(axis=1) & (most.sum(axis=1) >= self.main.layers))
-        if not len(good):
-            return rows[:0]
         rows, budget = rows[good], (budget + credit)[good]
-        loosest = self.costs(rows, key, max(self.rows.held.state), rows, bare=True)
-        return rows[self.shape(key).ranks_hold(loosest, budget, self.main.layers)]
+        size = max(16, BLOCK // (pp * (2 * -(-self.main.layers // pp) + 4)))
+        kept = [
+            rows[at][self._ranks_hold(pipeline, rows[at], budget[at])]
+            for start in range(0, len(rows), size)
+            for at in [slice(start, start + size)]
+        ]
+        return np.concatenate([rows[:0], *kept])
 
-    def _ahead(self, rows: Ints, c: Costs, budget: Floats, each: Floats, microbatches: int) -> Floats:
+    def _ranks_hold(self, pipeline: Pipeline, rows: Ints, budget: Floats) -> npt.NDArray[np.bool_]:
+        """``Shape.ranks_hold`` of rows whose ranks have ``budget``, under the most sharding."""
+        good = np.zeros(len(rows), bool)
+        for at in self._by_once(rows):
+            c = self.costs(rows[at], pipeline, max(self.rows.held.state), rows[at], bare=True)
+            shape = self.shape((*pipeline, int(self.rows.table[rows[at[0]], 9])))
+            good[at] = shape.ranks_hold(c, self.flying(pipeline, rows[at]), budget[at], self.main.layers)
+        return good
+
+    def _by_once(self, rows: Ints) -> Iterator[Ints]:
+        """Places of rows of one microbatch, and of the others."""
+        once = self.rows.table[rows, 9] == 1
+        return (at for at in (np.flatnonzero(once), np.flatnonzero(~once)) if len(at))
+
+    def _ahead(self, rows: Ints, c: Costs, budget: Floats, each: Floats, more: Ints) -> Floats:
         """Row x rank: seconds a microbatch of the forwards that a rank of 1F1B has done when its first backward comes, which the path
-        through all ranks does not meet again: at most those of the layers that ``budget`` then has room for."""
+        through all ranks does not meet again: at most those of the layers that ``budget`` then has room for; ``more``: microbatches after
+        the first, by row."""
         pp = budget.shape[1]
-        share = np.minimum(np.arange(pp)[::-1], microbatches - 1) / (microbatches - 1)
+        share = np.minimum(np.arange(pp)[::-1], more) / more
         f = self.passes(rows).f.max(axis=1)[:, None]
         first = np.zeros_like(budget)
         first[:, 0] = c.embedding[:, 0]
@@ -148,56 +152,98 @@ class Cores:
         out: Floats = share * (first + f * np.minimum(layers, self.main.layers))
         return out
 
-    def within(self, key: Key, rows: Ints, seconds: float) -> list[tuple[float, Class]]:
-        """The classes of a shape's cores that may be done within ``seconds`` of pipeline, each with its bound."""
-        if key[0] != "dualpipe":
-            rows = self.glance(key, rows, seconds)
-            if not len(rows):
-                return []
-            shape = self.shape(key)
-            rows = rows[shape.holds(self.quick(rows, key), np.full(len(rows), seconds), self.main.layers, memory=False)]
+    def within(self, pipeline: Pipeline, rows: Ints, seconds: float) -> list[tuple[float, Class]]:
+        """The classes of a pipeline's cores that may be done within ``seconds`` of pipeline, each with its bound."""
+        if pipeline[0] == "dualpipe":
+            return self._unbounded(pipeline, rows, seconds)
+        rows = self.glance(pipeline, rows, seconds)
+        return [found for at in self._by_once(rows) for found in self._classes(pipeline, rows[at], seconds)]
+
+    def _unbounded(self, pipeline: Pipeline, rows: Ints, seconds: float) -> list[tuple[float, Class]]:
+        """The classes of a schedule whose paths are not kept, with their rows' bounds."""
+        zeros = self.zeros(pipeline, rows)
+        return [
+            (float(s), Class(int(i), (*pipeline, int(self.rows.table[i, 9])), zero, int(d)))
+            for s, i in zip(self.rows.seconds(rows), rows, strict=True) if s < seconds
+            for zero in zeros
+            for d in (divisors(int(self.rows.table[i, 8])) if zero else [1])
+        ]  # fmt: skip
+
+    def _classes(self, pipeline: Pipeline, rows: Ints, seconds: float) -> list[tuple[float, Class]]:
+        """``within`` for rows that passed the first glance: by the schedule's paths, then by ZeRO stage, then by every split of data
+        parallelism. Costs are found for all rows at once, the rest shape by shape."""
+        layers, quick = self.main.layers, self.quick(rows, pipeline)
+        kept = [
+            at[self._shape_of(pipeline, rows[at]).holds(quick.take(at), seconds, layers, memory=False)]
+            for at in self._by_shape(rows)
+        ]
+        rows = rows[np.concatenate(kept)] if kept else rows[:0]
         if not len(rows):
             return []
-        stages = self.zeros(key, rows)
-        if key[0] == "dualpipe":
-            least = self.rows.seconds(rows)
-            return [
-                (float(s), Class(int(i), key, zero, int(d)))
-                for s, i in zip(least, rows, strict=True) if s < seconds
-                for zero in stages
-                for d in (divisors(int(self.rows.table[i, 8])) if zero else [1])
-            ]  # fmt: skip
-        return self._classes(key, rows, stages, seconds)
-
-    def _classes(self, key: Key, rows: Ints, stages: Sequence[int], seconds: float) -> list[tuple[float, Class]]:
-        shape, layers, parts, one = self.shape(key), self.main.layers, [], []
-        self._know_likely_path(key, rows)
-        for zero in stages:
-            some = rows
-            if len(rows) > FEW:
-                bare = self.costs(rows, key, zero, rows, bare=True)
-                some = rows[shape.holds(bare, np.full(len(rows), seconds), layers, memory=True)]
-            if not len(some):
-                continue
-            ways = [np.array(divisors(int(d)) if zero else [1]) for d in self.rows.table[some, 8]]
-            at, shard = np.repeat(some, [len(w) for w in ways]), np.concatenate(ways)
-            parts.append(self.costs(at, key, zero, shard))
-            one += [Class(int(i), key, zero, int(s)) for i, s in zip(at, shard, strict=True)]
-        if not parts:
-            return []
-        chosen = Costs.joined(parts)
-        at = np.flatnonzero(shape.holds(chosen, np.full(len(chosen), seconds), layers, memory=False))
+        for at in self._by_shape(rows):
+            self._know_likely_path((*pipeline, int(self.rows.table[rows[at[0]], 9])), rows[at])
+        zeros = self.zeros(pipeline, rows)
+        at, zero, shard = self._splits(rows, zeros, self._stages(pipeline, rows, zeros, seconds))
         if not len(at):
             return []
-        chosen = chosen.take(at)
-        again = shape.again(chosen, layers)
-        good = np.flatnonzero(shape.settle(chosen, np.full(len(chosen), seconds), layers, memory=True, again=again)[0])
-        if not len(good):
-            return []
-        at, again = at[good], [table[good] for table in again]
-        low = np.minimum(self.rows.seconds(np.array([one[i].row for i in at])), seconds)
-        found = shape.least(chosen.take(good), low, np.full(len(at), seconds), layers, steps=COARSE, again=again)
-        return [(float(b), one[i]) for b, i in zip(found, at, strict=True)]
+        parts = [self.costs(at[zero == z], pipeline, z, shard[zero == z]) for z in zeros if (zero == z).any()]
+        costs, found = Costs.joined(parts), []
+        for some in self._by_shape(at):
+            shape = self._shape_of(pipeline, at[some])
+            bounds = self._bounds(shape, costs.take(some), at[some], seconds)
+            key = (*pipeline, shape.microbatches)
+            found += [
+                (b, Class(int(at[i]), key, int(zero[i]), int(shard[i]))) for i, b in zip(some, bounds, strict=True) if b < np.inf
+            ]
+        return found
+
+    def _by_shape(self, rows: Ints) -> list[Ints]:
+        """Places of rows by number of microbatches."""
+        m = self.rows.table[rows, 9]
+        order = np.argsort(m, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(m[order])) + 1) if len(rows) else []
+
+    def _shape_of(self, pipeline: Pipeline, rows: Ints) -> Shape:
+        return self.shape((*pipeline, int(self.rows.table[rows[0], 9])))
+
+    def _stages(self, pipeline: Pipeline, rows: Ints, zeros: Sequence[int], seconds: float) -> npt.NDArray[np.bool_]:
+        """Row x ZeRO stage: whether some column may be done in time, as far as its stage alone tells; of few rows it is not asked."""
+        good = np.ones((len(rows), len(zeros)), bool)
+        shapes = [at for at in self._by_shape(rows) if len(at) > FEW]
+        if not shapes:
+            return good
+        costs = [self.costs(rows, pipeline, zero, rows, bare=True) for zero in zeros]
+        for at in shapes:
+            all_ = Costs.joined([c.take(at) for c in costs])
+            holds = self._shape_of(pipeline, rows[at]).holds(all_, seconds, self.main.layers, memory=True)
+            good[at] = holds.reshape(len(zeros), len(at)).T
+        return good
+
+    def _splits(self, rows: Ints, zeros: Sequence[int], good: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
+        """(row, ZeRO stage, ways in which data parallelism is split) of all columns of rows under the stages that are ``good``."""
+        out = [(rows[:0], rows[:0], rows[:0])]
+        for place, zero in enumerate(zeros):
+            some = rows[good[:, place]]
+            ways = [np.array(divisors(int(d)) if zero else [1]) for d in self.rows.table[some, 8]]
+            at = np.repeat(some, [len(w) for w in ways])
+            out.append((at, np.full(len(at), zero), np.concatenate([rows[:0], *ways])))
+        row, zero_, shard = (np.concatenate(x) for x in zip(*out, strict=True))
+        return row, zero_, shard
+
+    def _bounds(self, shape: Shape, costs: Costs, rows: Ints, seconds: float) -> Floats:
+        """The bound of every column of a shape, to some precision; inf where it may not be done in time."""
+        out, layers = np.full(len(rows), np.inf), self.main.layers
+        at = np.flatnonzero(shape.holds(costs, seconds, layers, memory=False))
+        if not len(at):
+            return out
+        costs = costs.take(at)
+        again = shape.again(costs, layers)
+        good = np.flatnonzero(shape.settle(costs, np.full(len(at), seconds), layers, memory=True, again=again)[0])
+        if len(good):
+            at, again = at[good], [table[good] for table in again]
+            low = np.minimum(self.rows.seconds(rows[at]), seconds)
+            out[at] = shape.least(costs.take(good), low, np.full(len(at), seconds), layers, steps=COARSE, again=again)
+        return out
 
     def _know_likely_path(self, key: Key, rows: Ints) -> None:
         """Keep the path that is longest where the ranks are balanced by seconds, which those of the schedule alone do not show."""
@@ -205,7 +251,7 @@ class Cores:
         if key in self._balanced or pp == 1:
             return
         self._balanced.add(key)
-        c = self.quick(rows[:1], key)
+        c = self.quick(rows[:1], key[:3])
         one, ends = np.array([c.f[0], c.b[0], c.w[0]]), np.stack([c.embedding[0], c.head[0]])
         first, last = ends.sum(axis=1) / max(float(one.sum()), 1e-30)
         ranks = self.shape(key).ranks
@@ -222,182 +268,12 @@ class Cores:
         """Costs of one column: its own passes and placement."""
         rows, key, u = np.array([one.row]), one.key, column.units
         bulk = Bulk(u.f[None] - u.sf[None], u.b[None] - u.sb[None], u.w[None], np.array([u.embedding]), np.array([u.least_head]))
-        chosen = self.costs(rows, key, one.zero, np.array([one.shard]), bulk=bulk)
+        chosen = self.costs(rows, key[:3], one.zero, np.array([one.shard]), bulk=bulk)
         return replace(chosen, transfer=np.array([column.transfer]), hidden=np.zeros((1, 2)))
 
     def bound(self, key: Key, chosen: Costs, low: float, high: float) -> float:
         """The bound of one column between ``low``, a bound, and ``high`` seconds of pipeline, which it is where it may not be faster."""
-        shape, layers, top = self.shape(key), self.main.layers, np.array([high])
-        if low >= high or not shape.holds(chosen, top, layers, memory=True)[0]:
+        shape, layers = self.shape(key), self.main.layers
+        if low >= high or not shape.holds(chosen, high, layers, memory=True)[0]:
             return high
-        return float(shape.least(chosen, np.array([low]), top, layers, steps=FINE)[0])
-
-    # -- costs ------------------------------------------------------------------------------------------------------
-
-    def passes(self, rows: Ints) -> Bulk:
-        """Seconds of rows' passes without what ZeRO adds."""
-        return self.rows.bulk.take(self.rows.key[rows])
-
-    def seconds(self, rows: Ints, key: Key, bulk: Bulk, ends: Ends | None) -> dict[str, Floats]:
-        """The seconds of ``Costs`` for the passes ``bulk`` of ``rows``, and what they add at ends."""
-        number, chunks, main = len(rows), key[1] * key[2], self.main
-        least = bulk.b.min(axis=2)
-        share = np.zeros(len(main.totals))
-        share[:] = main.totals / main.layers if main.kind is None else np.arange(len(share)) == main.kind
-        again = (bulk.b[:, main.kind] - least[:, main.kind, None]) if main.kind is not None else np.zeros((number, bulk.b.shape[2]))
-        f, b, w = bulk.f @ share, least @ share, bulk.w @ share
-        paired = key[0] in ("dualpipe", "dualpipe-v") and self.job.execution.ep_overlap
-        nothing = np.zeros(number)
-        return {
-            "f": f, "b": b, "w": w, "again": again, "embedding": bulk.embedding, "head": bulk.head,
-            "transfer": self._transfer(rows) if key[1] > 1 else nothing,
-            "hidden": np.stack([f, b], axis=1) if paired else np.zeros((number, 2)),
-            "start": nothing if ends is None else ends.start.min(axis=1), "end": nothing if ends is None else ends.end.min(axis=1),
-            "end_own": nothing if ends is None else ends.end_own.min(axis=1),
-            "least": nothing if ends is None else ends.start_least + ends.end_least,
-            "credit": np.zeros((number, chunks)) if self.leading(key) else self._credit(bulk, f + b + w, chunks),
-            "ahead": np.stack([x[:, main.pattern[0]] for x in (bulk.f, least, bulk.w)], axis=1),
-        }  # fmt: skip
-
-    def quick(self, rows: Ints, key: Key) -> Costs:
-        """Costs of rows without memory, ZeRO, and ends: for a first look."""
-        seconds, number, pp = self.seconds(rows, key, self.passes(rows), None), len(rows), key[1]
-        none = np.zeros((number, pp))
-        return Costs(
-            **seconds,
-            state=np.zeros(number),
-            kept=np.zeros_like(seconds["again"]),
-            waits=np.zeros(number),
-            room=none,
-            spare=none,
-            lighter=none,
-            ahead_bytes=np.zeros((number, 3)),
-        )
-
-    def costs(self, rows: Ints, key: Key, zero: int, shard: Ints, *, bare: bool = False, bulk: Bulk | None = None) -> Costs:
-        """Costs of rows under a ZeRO stage over ``shard`` ways of data parallelism; ``bare``: without its collectives, over all of it;
-        ``bulk``: with these
-        seconds of passes, its collectives included."""
-        at, k, held = self.rows.at[rows], self.rows.key[rows], self.rows.held_once if key[3] == 1 else self.rows.held
-        table = self.rows.prefix_table[at]
-        room, gathered = held.room[at], gathered_of(self.job, table, table[:, 7] if bare else shard, zero)
-        if bare:
-            seconds = self.seconds(rows, key, self.passes(rows), None)
-            states = held.state[zero][at], held.embedding[zero][at], held.head[zero][at]
-            return Costs(**seconds, **self.bytes(key, *states, room, k, self.rows.kept.kept[k], gathered))
-        sharding = Sharding(self.job, table, shard, zero)
-        offload = self.rows.space.may_offload
-        sharding.degrees_offload = offload
-        if bulk is None:
-            bulk = sharding.add(self.passes(rows))
-        seconds = self.seconds(rows, key, bulk, sharding.ends(bulk))
-        state, embedding, head = states_of(self.job, table, shard, zero, offload=offload, once=key[3] == 1)
-        bytes_ = self.bytes(key, state, embedding, head, room, k, self.rows.kept.kept[k], gathered)
-        return Costs(**seconds, **bytes_)
-
-    def bytes(
-        self, key: Key, state: Floats, embedding: Floats, head: Floats, whole: Floats, k: Ints, kept: Floats, gathered: Floats
-    ) -> dict[str, Floats]:
-        """The bytes of ``Costs``: ``state`` column x kind; by column ``embedding``, ``head``, ``whole`` room, what is ``gathered`` in a layer's
-        backward; ``k`` keys."""
-        schedule, pp, vpp, _ = key
-        parts, main = self.rows.kept, self.main
-        last = 0 if schedule in V_SHAPED else pp - 1
-        flying = self.shape(key).flying
-        split = schedule in SPLIT_BACKWARD
-        room = np.repeat((whole - (parts.message[k] if pp > 1 else 0.0))[:, None], pp, axis=1)
-        room[:, 0] -= embedding
-        room[:, last] -= head + parts.tail[k] * max(0.0, flying.tail[last] - split)
-        spare = np.zeros((len(k), pp))
-        spare[:, last] = parts.tail[k]
-        if split:
-            spare[:, 0] = np.inf
-        else:
-            if pp == 1:
-                spare[:, 0] += parts.loss[k]
-                room[:, 0] -= np.maximum(parts.loss[k], parts.beyond[k].max(axis=1) + gathered - parts.tail[k])
-            room[:, np.arange(pp) != last] -= (parts.beyond[k].min(axis=1) + gathered)[:, None]
-        one = main.pattern[0]
-        ahead = np.stack([state[:, one], kept[:, one].min(axis=1), parts.waits[k][:, one]], axis=1)
-        if main.kind is not None:
-            lighter = np.zeros((len(k), pp)) if self.leading(key) else self._lighter(state, kept, parts.waits[k], pp * vpp, key)
-            return {
-                "state": state[:, main.kind], "kept": kept[:, main.kind], "waits": parts.waits[k][:, main.kind], "room": room, "spare": spare,
-                "lighter": lighter, "ahead_bytes": ahead,
-            }  # fmt: skip
-        share = main.totals / main.layers
-        mean_kept = np.repeat((kept.min(axis=2) @ share)[:, None], kept.shape[2], axis=1)
-        most = max(float(group.alive.max()) for moment in flying.moments for group in moment)
-        apart = np.abs(state - (state @ share)[:, None]) + most * np.abs(kept.min(axis=2) - mean_kept[:, :1])
-        lighter = np.repeat((apart @ main.totals)[:, None], pp, axis=1)
-        return {
-            "state": state @ share,
-            "kept": mean_kept,
-            "waits": parts.waits[k].min(axis=1),
-            "room": room,
-            "spare": spare,
-            "lighter": lighter,
-            "ahead_bytes": ahead,
-        }
-
-    def _transfer(self, rows: Ints) -> Floats:
-        """Seconds of a pipeline message at least: between neighbours as near as any order puts them."""
-        table, cluster = self.rows.table[rows], self.job.cluster
-        degrees = degrees_of(self.job, table[:, :7], "ring")
-        apart = reach(cluster, table[:, 7], degrees.tp * degrees.cp).astype(float)
-        size, two = boundary_bytes(self.job, degrees), np.full(len(rows), 2)
-        out: Floats = np.asarray(cluster.collective_seconds("send_recv", size, two, apart), float)
-        return out
-
-    def _credit(self, bulk: Bulk, one: Floats, chunks: int) -> Floats:
-        """Seconds by chunk by which one microbatch may pass consecutive layers faster than as many of the layer that stands for all."""
-        number = len(one)
-        out = np.zeros((number, chunks))
-        pattern = self.main.pattern
-        if len(set(pattern)) == 1:
-            return out
-        each = bulk.f + bulk.b.min(axis=2) + bulk.w
-        run, most = np.zeros(number), np.zeros(number)
-        for layer in reversed(range(len(pattern))):
-            run = np.maximum(0.0, run + one - each[:, pattern[layer]])
-            most = np.maximum(most, run)
-            if layer < chunks:
-                out[:, layer] = most
-        return out
-
-    def _lighter(self, state: Floats, kept: Floats, waits: Floats, chunks: int, key: Key) -> Floats:
-        """Bytes by which layers of other kinds on a rank may need other than as many of the main kind."""
-        schedule, pp, _, _ = key
-        out = np.zeros((len(state), pp))
-        main = self.main.kind
-        assert main is not None
-        pattern = np.array(self.main.pattern)
-        groups = [group for moment in self.shape(key).flying.moments for group in moment]
-        alive, waiting = (np.max(x, axis=0) for x in zip(*((g.alive, g.waiting) for g in groups), strict=True))
-        others = [k for k in range(state.shape[1]) if k != main]
-        for chunk in range(chunks):
-            rank = (2 * pp - 1 - chunk if chunk >= pp else chunk) if schedule in V_SHAPED else chunk % pp
-            for k in others:
-                reachable = int((pattern[chunk : len(pattern) - (chunks - 1 - chunk)] == k).sum())
-                if reachable:
-                    less = np.abs(state[:, main] - state[:, k])
-                    less = less + waiting[rank] * np.abs(waits[:, main] - waits[:, k])
-                    less = less + alive[rank] * _apart(kept[:, main], kept[:, k])
-                    out[:, rank] += reachable * less
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class Class:
-    """Columns of a core that share their ZeRO stage and the ways ``shard`` in which data parallelism is split."""
-
-    row: int
-    key: Key
-    zero: int
-    shard: int
-
-
-def _apart(one: Floats, other: Floats) -> Floats:
-    """The most by which two layers' kept bytes may differ, whatever their modes."""
-    most: Floats = np.maximum(np.abs(one.max(axis=1) - other.min(axis=1)), np.abs(other.max(axis=1) - one.min(axis=1)))
-    return most
+        return float(shape.least(chosen, np.array([low]), np.array([high]), layers, steps=FINE)[0])

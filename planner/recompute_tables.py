@@ -13,7 +13,7 @@ schedule is V-shaped, a rank's two chunks differ in what they have alive, and re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import comb, prod
@@ -31,10 +31,15 @@ TRIED = 3_000
 
 @dataclass(frozen=True)
 class Group:
-    """Chunks of a rank that are alike, by rank: microbatches ``alive`` and ``waiting`` for their weight gradient at its fullest moment."""
+    """Chunks of a rank that are alike, by rank (or column x rank): microbatches ``alive`` and ``waiting`` for their weight gradient at its
+    fullest moment."""
 
     alive: Floats
     waiting: Floats
+
+    def ranks(self, number: int) -> Group:
+        """The first ``number`` ranks."""
+        return Group(self.alive[..., :number], self.waiting[..., :number])
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Bytes:
     room: Floats
     spare: Floats
     first: tuple[Floats, Floats, Floats]
+
+    def ranks(self, number: int) -> Bytes:
+        """The first ``number`` ranks."""
+        return replace(self, room=self.room[:, :number], spare=self.spare[:, :number])
 
 
 def least_again(b: Bytes, groups: Sequence[Group], most: int, leading: int = 0) -> Floats:
@@ -78,7 +87,7 @@ def _for_sizes(b: Bytes, groups: Sequence[Group], sizes: Sequence[Floats], leadi
             mildest = np.maximum(mildest, np.where(n >= 1, gain, -np.inf))
         plain = np.maximum(plain, value - mildest)
         all_again = np.maximum(all_again, value + price[:, :, None] * beside)
-    savable = sum(g.alive[None, :, None] * n * saved.max(axis=1)[:, None, None] for g, n in zip(groups, main, strict=True))
+    savable = sum(g.alive[..., None] * n * saved.max(axis=1)[:, None, None] for g, n in zip(groups, main, strict=True))
     out = np.where(over <= 0, 0.0, np.minimum(plain, all_again))
     never = over > savable * (1 + ROUNDING) + 1.0
     return np.where(never | (sizes[0] < leading), NEVER, out)
@@ -121,7 +130,7 @@ def _prices(saved: Floats, again: Floats, groups: Sequence[Group]) -> list[Float
             with np.errstate(divide="ignore", invalid="ignore"):
                 price = np.where(gain * cost > 0, cost / gain, 0.0)
             if price.any():
-                out += [price[:, None] / np.maximum(group.alive, 0.5)[None, :] for group in groups]
+                out += [price[:, None] / np.maximum(group.alive, 0.5) for group in groups]
     return out
 
 

@@ -26,6 +26,7 @@ from cost_models.job import Job
 from cost_models.memory import StageMemory, fits
 from planner.books import Alike, Books, Found, Outcome, Queue
 from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, placement, prefix_counts, priced_as
+from planner.core_costs import Pipeline
 from planner.cores import Class, Cores, Key
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
@@ -219,29 +220,33 @@ class Search:
             self._leave(bound, number, bound >= self.fastest * (1 - queue.gap))
 
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
-        """Bound the cores of rows shape by shape, and work on what they add to the queue."""
+        """Bound the cores of rows pipeline by pipeline, and work on what they add to the queue."""
         self.cores = cores
-        waiting = sorted((self._hope_of(key, float(self.least[rows].min())), key) for key, rows in cores.by.items())
-        for place, (_, key) in enumerate(waiting):
-            least = float(self.least[cores.by[key]].min())
-            if least >= self.fastest:
+        waiting = sorted((self._hope_of(pipeline, rows), pipeline) for pipeline, rows in cores.by.items())
+        for place, (_, pipeline) in enumerate(waiting):
+            rows = cores.by[pipeline]
+            rows = rows[self.least[rows] < self.fastest]
+            if not len(rows):
                 continue
+            least = float(self.least[rows].min())
             if self._enough(least):
-                self._leave(least, sum(self._columns(int(i), key) for i in cores.by[key]), cut=False)
+                self._leave(least, sum(self._columns(int(i), pipeline) for i in rows), cut=False)
                 continue
             self._tell(0.5 * place / len(waiting))
-            rows = cores.by[key]
-            some = cores.within(key, rows[self.least[rows] < self.fastest], self.pipeline(self.fastest))
+            some = cores.within(pipeline, rows, self.pipeline(self.fastest))
             for bound, one in some:
                 queue.add(float(self.step(bound)), 0, one)
             self._try_likeliest(some)
             if len(queue) > CROWD:
                 self._work(queue, effort, STEPS)
 
-    def _hope_of(self, key: Key, least: float) -> float:
-        """About how long the best core of a shape takes."""
-        schedule, pp, vpp, m = key
-        return least * (1 + idle(Batch(0, schedule, vpp, m), pp, self.job.model.num_layers))
+    def _hope_of(self, pipeline: Pipeline, rows: npt.NDArray[np.int64]) -> float:
+        """About how long the best core of a pipeline takes."""
+        schedule, pp, vpp = pipeline
+        least: dict[int, float] = {}
+        for m, seconds in zip(self.rows.table[rows, 9].tolist(), self.least[rows].tolist(), strict=True):
+            least[m] = min(seconds, least.get(m, seconds))
+        return min(s * (1 + idle(Batch(0, schedule, vpp, m), pp, self.job.model.num_layers)) for m, s in least.items())
 
     def _try_likeliest(self, some: Sequence[tuple[float, Class]]) -> None:
         """A quick answer of the class with the least bound, where that is well below the best answer: behind a better one more is cut."""
@@ -281,8 +286,8 @@ class Search:
         shards = self.space.columns_of(self.rows[one.row].prefix, self._batch(one))
         return [s for s in shards if s.zero == one.zero and s.dp_shard == one.shard]
 
-    def _columns(self, row: int, key: Key) -> int:
-        batch = next(b for b in self.rows[row].batches if (b.schedule, b.vpp) == (key[0], key[2]))
+    def _columns(self, row: int, pipeline: Pipeline) -> int:
+        batch = next(b for b in self.rows[row].batches if (b.schedule, b.vpp) == (pipeline[0], pipeline[2]))
         return self.space.count(self.rows[row].prefix, batch)
 
     def _leave(self, bound: float, number: int, cut: bool) -> None:

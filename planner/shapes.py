@@ -21,20 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_models.communication import INTERFERENCE
-from cost_models.layout import SPLIT_BACKWARD, V_SHAPED
-from cost_models.schedules import KINDS, order_rows, period
 from cost_models.update import USABLE
 from planner.columns import Paths
 from planner.dealing import FREE, order
-from planner.recompute_tables import NEVER, Bytes, Group, least_again, least_again_in_whole_layers
+from planner.flying import Flying, in_flight, ranks_of
+from planner.recompute_tables import NEVER, Bytes, least_again, least_again_in_whole_layers
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 ROUNDING = 1e-9
 """Layers by which a capacity may miss a whole number through rounding."""
-WAITING = (1.0, 8.0)
-"""Times a microbatch alive that one waiting for its weight gradient weighs in the moments that are looked at."""
 HIDDEN = USABLE * (1 - INTERFERENCE)
 """Seconds of a rank's gradient reduction that a second more of its backward hides at most."""
 ROUNDS = 6
@@ -117,20 +114,6 @@ class _Known:
         return _Known(self.costs.take(at), self.fixed[at], self.quicker[at], needs)
 
 
-Moment = tuple[Group, ...]
-"""What ranks have in flight at a full moment of theirs: chunks alike, the two of a V-shaped schedule's rank apart, else all of them, with what
-the least of them has alive at least (in the mean of moments that makes this most)."""
-
-
-@dataclass(frozen=True)
-class Flying:
-    """``moments`` at which a rank may be fullest: with most microbatches in flight; where backward is split, with most of them waiting for
-    their weight gradient, which keep more. ``tail``: microbatches alive of the model's last chunk at the emptiest of them, by rank."""
-
-    moments: tuple[Moment, ...]
-    tail: Floats
-
-
 class Shape:
     """A schedule's paths and fullest moments, by rank; ``find`` makes the paths when they are asked for; ``leading``: layers of another
     kind before all others."""
@@ -139,8 +122,7 @@ class Shape:
         self.schedule, self.pp, self.vpp, self.microbatches = key
         self.leading = leading
         self.chunks, self._find = self.pp * self.vpp, find
-        chunk = np.arange(self.chunks)
-        self.ranks = np.where(chunk < self.pp, chunk, 2 * self.pp - 1 - chunk) if self.schedule in V_SHAPED else chunk % self.pp
+        self.ranks = ranks_of(self.schedule, self.pp, self.chunks)
         self.mine = self.ranks[None, :] == np.arange(self.pp)[:, None]
         self.deals = self._deals()
         self._table: _Table | None = None
@@ -168,43 +150,14 @@ class Shape:
 
     @cached_property
     def flying(self) -> Flying:
-        """What every rank has in flight, from the order of its actions (as ``schedules.in_flight``, its fullest moment alone)."""
-        schedule, pp, vpp, m = self.schedule, self.pp, self.vpp, self.microbatches
-        shift = period(schedule, pp, vpp, m)
-        if shift:
-            m = min(m, (4 * pp // shift + 3) * shift + m % shift)
-        number = 2 if schedule in V_SHAPED else 1
-        weights = WAITING if schedule in SPLIT_BACKWARD else WAITING[:1]
-        moments = tuple(tuple(Group(np.zeros(pp), np.zeros(pp)) for _ in range(number)) for _ in weights)
-        tail = np.zeros(pp)
-        forward, split, weight = KINDS.index("F"), KINDS.index("B"), KINDS.index("W")
-        for rank, rows in enumerate(order_rows(schedule, pp, vpp, m)):
-            kind, chunks = rows[:, 0], np.flatnonzero(self.mine[rank])
-            mine = rows[:, 2][:, None] == chunks[None, :]
-            starts, waits, done = kind == forward, kind == split, kind == weight
-            alive = np.cumsum(mine * (starts.astype(int) - ~(starts | done))[:, None], axis=0)
-            waiting = np.cumsum(mine * (waits.astype(int) - done)[:, None], axis=0)
-            last = chunks == self.chunks - 1
-            least = np.inf
-            for moment, heavier in zip(moments, weights, strict=True):
-                at = (alive + heavier * waiting).sum(axis=1).argmax()
-                here, held = alive[at].astype(float), waiting[at].astype(float)
-                if number == 1 and len(chunks) > 1:
-                    here, held = np.full(len(chunks), _evenest(alive).min()), np.zeros(len(chunks))
-                if rank == self.ranks[0]:  # what waits of the first chunk is what its layers keep, whatever that is
-                    held = np.zeros(len(chunks))
-                for group, chunk_alive, chunk_held in zip(moment, here, held, strict=False):
-                    group.alive[rank], group.waiting[rank] = chunk_alive, chunk_held
-                if last.any():
-                    least = min(least, float(here[last][0]))
-            tail[rank] = least if last.any() else 0.0
-        return Flying(moments, tail)
+        """What every rank has in flight."""
+        return in_flight(self.schedule, self.pp, self.vpp, self.microbatches)
 
-    def ranks_hold(self, c: Costs, budget: Floats, layers: int) -> Bools:
+    def ranks_hold(self, c: Costs, flying: Flying, budget: Floats, layers: int) -> Bools:
         """Whether ranks that have ``budget`` seconds (column x rank) for their layers' work on one microbatch, and their
-        memory, can hold all layers."""
+        memory, can hold all layers; columns of any number of microbatches, with what they have in ``flying``."""
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
-        ranks, tables = np.arange(self.pp), self.again(c, layers)
+        ranks, tables = np.arange(self.pp), self._tables(c, flying, layers)
         quicker = np.where(ranks < self.leading, c.quicker.sum(axis=1)[:, None], 0.0)
         work = (each[:, None] * np.arange(1, tables[0].shape[2] + 1))[:, None, :]
         most = self._capacity(c, self._needs(tables, work, np.ones(self.pp), ranks), budget, quicker, layers)
@@ -212,24 +165,30 @@ class Shape:
         return good
 
     def again(self, c: Costs, layers: int) -> list[Floats]:
-        """By number of leading layers on a rank: ``recompute_tables.least_again``."""
-        mark = c.mark() if len(c) == 1 else b""
-        if mark and mark in self._again:
-            return self._again[mark]
-        mean = -(-layers // self.pp)
-        top = min(layers - (self.pp - 1) * self.vpp, 2 * mean + 4)
+        """By number of leading layers on a rank, of the ranks that may hold so many: ``recompute_tables.least_again``; of one column in
+        whole layers."""
+        if len(c) > 1:
+            return self._tables(c, self.flying, layers)
+        mark = c.mark()
+        if mark not in self._again:
+            find = partial(least_again_in_whole_layers, tried=-(-layers // self.pp) + 2)
+            self._again = {mark: self._tables(c, self.flying, layers, find)}
+        return self._again[mark]
+
+    def _tables(self, c: Costs, flying: Flying, layers: int, find: Callable[..., Floats] = least_again) -> list[Floats]:
+        top = min(layers - (self.pp - 1) * self.vpp, 2 * -(-layers // self.pp) + 4)
         first = c.ahead_bytes[:, 0], c.ahead_bytes[:, 1], c.ahead_bytes[:, 2]
         bytes_ = Bytes(c.state, c.kept, c.again, c.waits, c.room + c.lighter, c.spare, first)
-        find = partial(least_again_in_whole_layers, tried=mean + 2) if mark else least_again
-        moments = self.flying.moments
-        out = [np.max([find(bytes_, moment, top, some) for moment in moments], axis=0) for some in range(self.leading + 1)]
-        if mark:
-            self._again = {mark: out}
+        out = []
+        for some in range(self.leading + 1):
+            ranks = self.leading - some + 1 if some else self.pp
+            mine, here = bytes_.ranks(ranks), ([group.ranks(ranks) for group in moment] for moment in flying.moments)
+            out.append(np.max([find(mine, moment, top, some) for moment in here], axis=0))
         return out
 
-    def holds(self, c: Costs, seconds: Floats, layers: int, *, memory: bool) -> Bools:
+    def holds(self, c: Costs, seconds: float | Floats, layers: int, *, memory: bool) -> Bools:
         """Whether a column may be done in ``seconds`` of pipeline (a bound: True proves nothing)."""
-        return self.settle(c, seconds, layers, memory=memory)[0]
+        return self.settle(c, np.broadcast_to(seconds, len(c)), layers, memory=memory)[0]
 
     def settle(
         self,
@@ -463,15 +422,3 @@ def _leading(three: Floats, rank: Ints, leading: int) -> tuple[Floats, Floats]:
     first = three[:, :, : max(1, leading)]
     mine = rank[:, None] == np.arange(first.shape[2])
     return (first * mine).sum(axis=2), np.where(mine, 0.0, first).max(axis=2)
-
-
-def _evenest(alive: Ints) -> Floats:
-    """Microbatches alive by chunk in the mean of the fullest moments in which the chunk with fewest has most: no choice of layers and recompute
-    needs less at its own fullest moment than in this mean."""
-    some = np.unique(alive[alive.sum(axis=1) == alive.sum(axis=1).max()], axis=0)
-    total, best = np.zeros(alive.shape[1]), np.zeros(alive.shape[1])
-    for turn in range(1, 17):
-        total = total + some[some[:, int(total.argmin())].argmax()]
-        if (total / turn).min() > best.min():
-            best = total / turn
-    return best

@@ -130,10 +130,10 @@ def no_class_is_slower_than_its_layouts(name: str, number: int, seed: int) -> No
         for name_of, held in (("held", rows.held), ("held_once", once)):
             rows.__dict__[name_of] = replace(held, room=room + (need - j.limit_bytes) / j.execution.slack)
         key = (batch.schedule, prefix.pp, batch.vpp, batch.microbatches)
-        costs = cores.costs(np.array([at[prefix, batch.micro_batch]]), key, shard.zero, np.array([shard.dp_shard]))
+        costs = cores.costs(np.array([at[prefix, batch.micro_batch]]), key[:3], shard.zero, np.array([shard.dp_shard]))
         seconds = np.array([search.pipeline(cost.step_seconds) * (1 + 1e-9)])
         which = f"{prefix} {batch} {shard} {recompute} {stages}"
-        assert len(cores.glance(key, np.array([at[prefix, batch.micro_batch]]), float(seconds[0]))), which
+        assert len(cores.glance(key[:3], np.array([at[prefix, batch.micro_batch]]), float(seconds[0]))), which
         assert cores.shape(key).holds(costs, seconds, j.model.num_layers, memory=True)[0], which
         checked += 1
 
@@ -160,8 +160,8 @@ def test_a_first_look_lets_1f1b_pass_whose_heavy_rank_is_ahead_by_its_first_forw
     layout = search.space.layout(prefix, batch, Shard(1, 2, 2, "tp-cp-dp-pp", "alltoall"), stages)
     seconds = search.pipeline(estimate(j, layout, detail=False).step_seconds) * (1 + 1e-9)
     key = (batch.schedule, 4, 1, batch.microbatches)
-    assert len(cores.glance(key, np.array([i]), seconds)) == 1
-    assert len(cores.glance(key, np.array([i]), 0.7 * seconds)) == 0
+    assert len(cores.glance(key[:3], np.array([i]), seconds)) == 1
+    assert len(cores.glance(key[:3], np.array([i]), 0.7 * seconds)) == 0
 
 
 PIPED = sorted(set(JOBS) - {"experts in deepspeed"})
@@ -204,8 +204,8 @@ def no_class_is_slower_than_its_tight_answers(name: str, number: int, seed: int)
         cores, key = Cores(rows, row, search.store), (batch.schedule, prefix.pp, batch.vpp, batch.microbatches)
         seconds = search.pipeline(answer.seconds) * (1 + 1e-9)
         which = f"{prefix} {batch} {shard} {answer.stages} {answer.mixes}"
-        assert len(cores.glance(key, row, seconds)), which
-        costs = cores.costs(row, key, shard.zero, np.array([shard.dp_shard]))
+        assert len(cores.glance(key[:3], row, seconds)), which
+        costs = cores.costs(row, key[:3], shard.zero, np.array([shard.dp_shard]))
         assert cores.shape(key).holds(costs, np.array([seconds]), j.model.num_layers, memory=True)[0], which
         checked += 1
 
@@ -254,7 +254,7 @@ def test_loads_of_a_column_are_the_best_of_all_splits_of_the_declared_space(sche
     cores = Cores(search.rows, np.arange(1), search.store)
     one = next(
         c
-        for _, c in cores.within((schedule, 2, vpp, row.microbatches), np.arange(1), 1e3)
+        for _, c in cores.within((schedule, 2, vpp), np.arange(1), 1e3)
         if (c.zero, c.shard) == (shard.zero, shard.dp_shard)
     )
     exact: Costs = cores.exact(one, column)

@@ -46,7 +46,7 @@ def rows_of(schedule: str, vpp: int, layers: int) -> LoadRows:
     column, fitting = search.column(row.prefix, row.batches[0], shard)
     cores: Any = Cores(search.rows, np.arange(1), search.store)
     key = (schedule, 2, vpp, row.microbatches)
-    one = next(c for _, c in cores.within(key, np.arange(1), 1e3) if (c.zero, c.shard) == (shard.zero, shard.dp_shard))
+    one = next(c for _, c in cores.within(key[:3], np.arange(1), 1e3) if (c.zero, c.shard) == (shard.zero, shard.dp_shard))
     low, high = np.full(2, max(vpp, layers // 2 - 2)), np.full(2, layers // 2 + 2)
     return LoadRows(
         column, fitting, search.policies(row.batches[0], row.prefix), cores.shape(key), cores.exact(one, column), low, high
