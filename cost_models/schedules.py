@@ -156,7 +156,7 @@ def in_flight(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[InFl
     few = settled(schedule, pp, vpp, microbatches)
     if few < microbatches:
         return in_flight(schedule, pp, vpp, few)
-    return tuple(_in_flight(rank, order) for rank, order in enumerate(order_table(schedule, pp, vpp, microbatches)))
+    return tuple(_in_flight(rank, rows) for rank, rows in enumerate(order_rows(schedule, pp, vpp, microbatches)))
 
 
 def settled(schedule: str, pp: int, vpp: int, microbatches: int) -> int:
@@ -165,30 +165,23 @@ def settled(schedule: str, pp: int, vpp: int, microbatches: int) -> int:
     return min(microbatches, (4 * pp // shift + 3) * shift + microbatches % shift) if shift else microbatches
 
 
-def _in_flight(rank: int, order: Order) -> InFlight:
-    chunks = sorted({a.chunk for a in order})
-    alive, held = dict.fromkeys(chunks, 0), dict.fromkeys(chunks, 0)
-    seen: set[tuple[tuple[int, int, int], ...]] = set()
-    for a, following in zip(order, (*order[1:], None), strict=True):
-        if a.kind == "F":
-            alive[a.chunk] += 1
-            if following is None or following.kind != "F":
-                seen.add(tuple((c, alive[c], held[c]) for c in chunks))
-        elif a.kind == "W":
-            held[a.chunk] -= 1
-        else:
-            alive[a.chunk] -= 1
-            held[a.chunk] += a.kind == "B"
-            if a.kind == "B":
-                seen.add(tuple((c, alive[c], held[c]) for c in chunks))
-    apart = {"B", "BW"} <= {a.kind for a in order}  # whole backwards run while nothing is held: those moments are their own
-    return InFlight(rank, tuple(sorted(s for s in seen if not any(_exceeds(other, s, apart) for other in seen if other != s))))
-
-
-def _exceeds(a: tuple[tuple[int, int, int], ...], b: tuple[tuple[int, int, int], ...], apart: bool) -> bool:
-    if apart and holds(a) != holds(b):
-        return False
-    return all(x[1] >= y[1] and x[2] >= y[2] for x, y in zip(a, b, strict=True))
+def _in_flight(rank: int, rows: Rows) -> InFlight:
+    kind, chunks = rows[:, 0], np.unique(rows[:, 2])
+    mine = rows[:, 2][:, None] == chunks
+    forward, split, weight, whole = np.array([kind == KINDS.index(name) for name in ("F", "B", "W", "BW")])
+    alive = np.cumsum(mine * (forward.astype(int) - (split | whole))[:, None], axis=0)
+    held = np.cumsum(mine * (split.astype(int) - weight)[:, None], axis=0)
+    full = (forward & ~np.append(forward[1:], False)) | split
+    seen = np.unique(np.stack([alive[full], held[full]], axis=2).reshape(-1, 2 * len(chunks)), axis=0)
+    exceeds = ~np.eye(len(seen), dtype=bool)
+    for bytes_ in seen.T:
+        exceeds &= np.greater_equal.outer(bytes_, bytes_)
+    if split.any() and whole.any():  # whole backwards run while nothing is held: those moments are their own
+        waits = seen[:, 1::2].any(axis=1)
+        exceeds &= np.equal.outer(waits, waits)
+    kept = seen[~exceeds.any(axis=0)].reshape(-1, len(chunks), 2).tolist()
+    names = chunks.tolist()
+    return InFlight(rank, tuple(tuple((c, a, h) for c, (a, h) in zip(names, one, strict=True)) for one in kept))
 
 
 def holds(snapshot: tuple[tuple[int, int, int], ...]) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from planner.columns import Column, Mix
 from planner.dealing import FREE, dealt
@@ -16,8 +19,17 @@ LIGHTER = 1e-3
 
 def quick(column: Column, fitting: Fitting, policies: Sequence[Policy]) -> Answer | None:
     """The best of a few splits; None where none of them fits."""
+    return quick_within(column, fitting, policies, float("inf"))[0]
+
+
+def quick_within(column: Column, fitting: Fitting, policies: Sequence[Policy], limit: float) -> tuple[Answer | None, bool]:
+    """(the best of a few splits that may take less than ``limit`` seconds, None where none of them fits; whether some may)."""
     best: Answer | None = None
+    some = False
     for stages in splits(column):
+        if _plain(column, fitting, stages) >= min(limit, best.seconds if best else limit):
+            continue
+        some = True
         for policy in policies:
             mixes = spread(column, fitting, stages, policy)
             if mixes is None:
@@ -26,7 +38,20 @@ def quick(column: Column, fitting: Fitting, policies: Sequence[Policy]) -> Answe
             if best is None or seconds < best.seconds:
                 best = Answer(seconds, tuple(stages), tuple(mixes), column, 0.0)
             break
-    return best
+    return best, some
+
+
+def _plain(column: Column, fitting: Fitting, stages: Sequence[int]) -> float:
+    """Seconds of a step whose layers all have their quickest mode."""
+    quickest = (column.units.b - column.units.sb).argmin(axis=1)
+    ends = np.cumsum([0, *stages])
+    mixes = [
+        tuple(
+            tuple(n if mode == best else 0 for mode in range(len(column.modes))) for n, best in zip(counts, quickest, strict=True)
+        )
+        for counts in (fitting.counts(int(start), int(stop)) for start, stop in pairwise(ends))
+    ]
+    return float(column.step(column.simulate(mixes).seconds))
 
 
 def splits(column: Column) -> list[tuple[int, ...]]:

@@ -27,8 +27,8 @@ from planner.shapes import Costs, Shape
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-RUN = 10_000_000
-"""Actions of all loads run at once at most."""
+MANY, RUN = 16, 10_000_000
+"""Loads that are worth running all at once to leave some out, and actions of all of them at most."""
 HIDES = 1.0
 """Times a path takes a rank's backward from which on more recompute there costs more than the reduction that it hides."""
 TRIES, NODES = 16, 2_000
@@ -124,10 +124,10 @@ def _placed(column: Column, fitting: Fitting, choices: LoadRows, rows: Ints, top
 
 def _plain_seconds(column: Column, counts: Ints) -> Floats:
     """Seconds of the pipeline by row of ``counts`` (row x chunk x kind) without recompute and ends, the schedule run for all rows at once; 0
-    where that is too much to do."""
+    where that is too much to do, or not worth it."""
     layout, u = column.layout, column.units
     whole = graph(layout.schedule, layout.pp, layout.vpp, column.microbatches)
-    if len(whole.kind) * len(counts) > RUN or whole.paired:
+    if len(counts) < MANY or len(whole.kind) * len(counts) > RUN or whole.paired:
         return np.zeros(len(counts))
     f, b, w = (counts @ u.least[:, i] for i in range(3))
     for part, first, last in zip((f, b, w), u.embedding, u.least_head, strict=True):

@@ -82,15 +82,23 @@ def _for_sizes(b: Bytes, groups: Sequence[Group], sizes: Sequence[Floats], leadi
     for price in _prices(saved, b.again, groups):
         value, mildest = price[:, :, None] * over, np.full(over.shape, -np.inf)
         for group, n in zip(groups, main, strict=True):
-            gain = (b.again[:, None, :] - (price * group.alive)[:, :, None] * saved[:, None, :]).min(axis=2)[:, :, None]
-            value = value + gain * n
-            mildest = np.maximum(mildest, np.where(n >= 1, gain, -np.inf))
-        plain = np.maximum(plain, value - mildest)
-        all_again = np.maximum(all_again, value + price[:, :, None] * beside)
+            gain = _least_of_modes(b.again, price * group.alive, saved)[:, :, None]
+            value += gain * n
+            np.maximum(mildest, np.where(n >= 1, gain, -np.inf), out=mildest)
+        np.maximum(plain, value - mildest, out=plain)
+        np.maximum(all_again, value + price[:, :, None] * beside, out=all_again)
     savable = sum(g.alive[..., None] * n * saved.max(axis=1)[:, None, None] for g, n in zip(groups, main, strict=True))
     out = np.where(over <= 0, 0.0, np.minimum(plain, all_again))
     never = over > savable * (1 + ROUNDING) + 1.0
     return np.where(never | (sizes[0] < leading), NEVER, out)
+
+
+def _least_of_modes(seconds: Floats, price: Floats, saved: Floats) -> Floats:
+    """Column x rank: the least over modes of seconds less what it saves at a ``price``."""
+    out: Floats = seconds[:, :1] - price * saved[:, :1]
+    for mode in range(1, seconds.shape[1]):
+        np.minimum(out, seconds[:, mode : mode + 1] - price * saved[:, mode : mode + 1], out=out)
+    return out
 
 
 def _over(b: Bytes, groups: Sequence[Group], sizes: Sequence[Floats], leading: int) -> tuple[Floats, list[Floats]]:

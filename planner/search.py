@@ -29,7 +29,7 @@ from planner.columns import Column, PathStore, mode_text, modes_of, modes_within
 from planner.core_costs import Pipeline
 from planner.cores import Class, Cores, Key
 from planner.fitting import Fitting, policies
-from planner.heuristic import quick
+from planner.heuristic import quick, quick_within
 from planner.loads import PROGRAMS, best_loads
 from planner.program import Answer
 from planner.rows import Row, Rows, idle
@@ -141,9 +141,9 @@ class Search:
         longest = -(-self.job.model.num_layers // chunks) + 2
         return policies(self.space.limits.recompute, self.modes, longest)
 
-    def try_row(self, row: Row, most: int = 2, spare: int = 1) -> bool:
-        """Quick answers of a row's most promising columns: of ``most`` schedules that fit, ``spare`` that do not passed over; whether one
-        fits."""
+    def try_row(self, row: Row, most: int = 2, spare: int = 1, *, faster: bool = False) -> bool:
+        """Quick answers of a row's most promising columns: of ``most`` schedules that fit, ``spare`` that do not passed over; ``faster``: of
+        no use unless faster than the best one. Whether one fits, or need not be looked at."""
         layers, pp = self.job.model.num_layers, row.prefix.pp
         best = {b.schedule: b for b in sorted(row.batches, key=lambda b: (-idle(b, pp, layers), -b.vpp))}
         ranked = sorted(best.values(), key=lambda b: idle(b, pp, layers))
@@ -156,9 +156,10 @@ class Search:
                 plain = False
                 for shard in shards:
                     column, fitting = self.column(row.prefix, batch, shard)
-                    answer = quick(column, fitting, self.policies(batch, row.prefix))
+                    limit = self.fastest if faster else float("inf")
+                    answer, may_be = quick_within(column, fitting, self.policies(batch, row.prefix), limit)
                     self._keep(answer, row.prefix, batch, shard)
-                    some = some or answer is not None
+                    some = some or answer is not None or not may_be
                     plain = plain or (answer is not None and not any(n for mix in answer.mixes for r in mix for n in r[1:]))
                 if plain:
                     break
@@ -256,7 +257,7 @@ class Search:
             return
         row, batch, shard = self.rows[one.row], self._batch(one), shards[0]
         column, fitting = self.column(row.prefix, batch, shard)
-        self._keep(quick(column, fitting, self.policies(batch, row.prefix)), row.prefix, batch, shard)
+        self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
 
     def _work(self, queue: Queue, effort: int, steps: int) -> bool:
         """Open up to ``steps`` entries, the least bound first, while one may beat the answer by more than the gap; whether one was."""
@@ -318,7 +319,7 @@ class Search:
         if bound >= self.fastest:
             return
         if exact is None or column.layout.vpp == 1 or self.best is None:
-            self._keep(quick(column, fitting, self.policies(batch, row.prefix)), row.prefix, batch, shard)
+            self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
         yield bound, (one, alike, exact)
 
     def _first_answers(self, left: npt.NDArray[np.int64]) -> None:
@@ -339,7 +340,7 @@ class Search:
                 return
             degrees = family(self.rows.prefixes[self.rows.at[i]], None)
             if tried.get(degrees, 0) < micro_batches:
-                fits, rows = self.try_row(self.rows[int(i)], SCHEDULES), rows - 1
+                fits, rows = self.try_row(self.rows[int(i)], SCHEDULES, faster=True), rows - 1
                 tried[degrees] = micro_batches if fits else tried.get(degrees, 0) + 1
 
     def _tell(self, share: float) -> None:
