@@ -459,9 +459,10 @@ class Search:
     # -- runners-up -------------------------------------------------------------------------------------------------
 
     def _families(self, left: npt.NDArray[np.int64]) -> None:
-        """Answers for further families (other degrees), cheapest bound first, for the runners-up."""
+        """Answers for further families (other degrees), the most hopeful first, for the runners-up."""
         if not self.extra or self.best is None:
             return
+        left = left[np.lexsort((left, self._hopes(self.least)[left]))]
         seen = {family(f.prefix, f.shard) for f in self.found.values()}
         tried: dict[tuple[int, ...], int] = {}
         for i in left:
