@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from planner import bounds
-from planner.columns import Column, Mix
+from planner.columns import Column, Mix, alike_spans
 from planner.fitting import Counts, Fitting, Policy
 from planner.heuristic import quick
 from planner.program import TOLERANCE, Answer, Block, Pattern, Program
+from planner.stages import Split, best_split
 
 PROVED = 1e-4
 """Relative gap at which an answer counts as proved."""
@@ -168,22 +169,24 @@ def _states_fit(column: Column, fitting: Fitting) -> bool:
     return copies * states <= column.layout.pp * fitting.limit / column.job.execution.reserved_ratio
 
 
-def _by_stages(column: Column, fitting: Fitting, policy: Policy, bar: float) -> bounds.Split | None:
-    def backward(rank: int, start: int, stop: int) -> float:
+def _by_stages(column: Column, fitting: Fitting, policy: Policy, bar: float) -> Split | None:
+    def price(rank: int, start: int, stop: int) -> tuple[float, float, float]:
         found = fitting.least_mix(rank, start, stop, policy)
-        return float("inf") if found is None else found[1]
-
-    def ends(rank: int, start: int, stop: int) -> tuple[float, float]:
-        found = fitting.least_mix(rank, start, stop, policy)
-        if found is None:
-            return 0.0, 0.0
-        last = rank == column.layout.pp - 1
-        return column.ends(rank, [column.chunk(found[0], first=rank == 0, last=last, tail=column.tail_of(found[0]))])
+        return (float("inf"), 0.0, 0.0) if found is None else (found[1], *column.stage_ends(rank, found[0]))
 
     limit = bar / column.slowing - column.job.execution.step_overhead_seconds
-    least = column.layers // column.chunks if column.even else 1
-    return bounds.stages_table(
-        column.paths, column.units, fitting.prefix, column.transfer, backward, ends, least, limit * (1 + 1e-12)
+    lowest = column.layers // column.chunks if column.even else 1
+    again = policy.recompute(fitting.prefix[None] - fitting.prefix[:, None], column.units.b)
+    return best_split(
+        column.paths,
+        column.units,
+        fitting.prefix,
+        alike_spans(column.job),
+        column.transfer,
+        again,
+        price,
+        lowest,
+        limit * (1 + 1e-12),
     )
 
 
