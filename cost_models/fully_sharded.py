@@ -171,20 +171,20 @@ def backward_by_unit(
         waits, lookup = waiting_for_embedding(job, degrees), unit_memory(job, degrees, "embedding").transient
         joined = units.throughout + where(waits > 0, lookup + waits, 0) - kept
         backward = maximum(backward, joined + (units.behind(runs[0].kind) if runs else 0))
+    throughout = units.throughout
     for place in range(len(runs) - 1, -1, -1):
         run = runs[place]
         unit = unit_memory(job, degrees, run.kind, run.rule)
         again = unit.saved - unit.kept if run.rule.mode == "full" else maximum(unit.saved - unit.kept, 0)
-        beside = units.throughout + units.whole(run.kind)
+        beside, waiting, now = throughout + units.whole(run.kind), units.waiting(run.kind, unit.waiting), units.behind(run.kind)
         for number in range(min(run.count, 3)):  # the first, the one behind it, and the last, behind which another run lies
             done = number if number < 2 else run.count - 1
             following = run.kind if done < run.count - 1 else runs[place - 1].kind if place else None
             ahead = 0 if following is None else units.ahead(following)
             gone = freed + unit.kept * done
             absent = missing - units.reduced(run.kind) * done if once else 0
-            waiting = units.waiting(run.kind, unit.waiting)
             backward = maximum(backward, again + waiting - gone + beside + ahead + behind - absent)
-            behind = units.behind(run.kind)
+            behind = now
         freed = freed + unit.kept * run.count
         missing = missing - units.reduced(run.kind) * run.count if once else 0
         backward = maximum(backward, units.reducing(run.kind) + unit.stream - freed - missing)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -141,25 +142,32 @@ def _can_hold(column: Column, fitting: Fitting, policy: Policy) -> bool:
     """Whether the ranks together can hold all layers, each with its least-memory mixes (uneven splits included)."""
     if column.layout.schedule not in ONE_CHUNK:
         return _states_fit(column, fitting)
-    layers, total = column.layers, 0
-    for rank in range(column.layout.pp):
-        low, high = 0, layers
-        first, last = rank == 0, rank == column.layout.pp - 1
+    layers, pp, total = column.layers, column.layout.pp, 0
+    each = -(-layers // pp)
 
-        def fits(n: int, rank: int = rank, first: bool = first, last: bool = last) -> bool:
-            at = 0 if first else layers - n if last else min(rank, layers - n)
-            return fitting.least_mix(rank, at, at + n, policy) is not None
+    def fits(rank: int, n: int) -> bool:
+        at = 0 if rank == 0 else layers - n if rank == pp - 1 else min(rank, layers - n)
+        return fitting.least_mix(rank, at, at + n, policy) is not None
 
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle - 1
-        total += low
+    if all(fits(rank, each) for rank in range(pp)):
+        return True
+    for rank in range(pp):
+        each = most_that_fits(partial(fits, rank), each, layers)
+        total += each
         if total >= layers:
             return True
-    return total >= layers
+    return False
+
+
+def most_that_fits(fits: Callable[[int], bool], guess: int, top: int) -> int:
+    """The most up to ``top`` that fits, as all that is less does: looked for near ``guess`` first."""
+    low, high = 0, top
+    near = [guess, guess + 1, guess + 2, guess - 1]
+    while low < high:
+        at = near.pop(0) if near else (low + high + 1) // 2
+        if low < at <= high:
+            low, high = (at, high) if fits(at) else (low, at - 1)
+    return low
 
 
 def _states_fit(column: Column, fitting: Fitting) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from planner.columns import Paths, Units, alike_spans, prefix_counts
 from planner.fitting import Policy
+from planner.solve_column import most_that_fits
 from planner.stages import best_split
 from tests.planner.jobs import decoder, job
 
@@ -132,3 +133,9 @@ def test_the_recompute_of_a_policy_is_the_least_of_its_mixes(policy: Policy) -> 
     counts = np.array([(n, m) for n in range(4) for m in range(5)])
     least = [min(float((np.array(mix) * (b - b[:, :1])).sum()) for mix in policy.mixes(tuple(n.tolist()), 3)) for n in counts]
     assert policy.recompute(counts, b) == pytest.approx(least)
+
+
+def test_the_most_that_fits_is_found_from_any_guess() -> None:
+    for most in range(10):
+        for guess in range(12):
+            assert most_that_fits(lambda n, most=most: 1 <= n <= most, guess, 9) == most
