@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 from cost_models.arrays import maximum, where
 from cost_models.job import Job
-from cost_models.layout import SPLIT_BACKWARD
+from cost_models.layout import SPLIT_BACKWARD, Layout
 from cost_models.model_end import prediction_module, waiting_for_embedding
 from cost_models.stage_states import unit_holding
 from cost_models.state_bytes import shards
@@ -35,6 +36,18 @@ def keeps_gathered(job: Job, degrees: Any) -> Any:
 def by_unit(job: Job, degrees: Any) -> bool:
     """Whether ``Units`` describes the layout's ZeRO stage (where it shards over more than one rank)."""
     return degrees.zero == 3 and job.execution.reduces_by_unit and not keeps_gathered(job, degrees)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of a layer on one rank: ``Units.whole``, ``ahead``, ``behind``; of ``waiting`` what comes to the layer's own; of ``reducing``
+    what comes to the ends."""
+
+    whole: Number
+    ahead: Number
+    behind: Number
+    waiting: Number
+    reducing: Number
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class Units:
         """Those of them that have a gradient."""
         return self._ends(self.trained)
 
-    @property
+    @cached_property
     def throughout(self) -> Number:
         """Bytes beside every layer's backward."""
         return self.gathered_ends + self.waiting_ends
@@ -131,7 +144,7 @@ class Units:
         dense, _ = shards(self.degrees)
         return self.job.reduced_element * self.trained_ends / dense
 
-    @property
+    @cached_property
     def reducing_ends(self) -> Number:
         """The ends' reduction: their gradients and its input, the parameters being let go."""
         return (self.own + self.job.reduced_element) * self.trained_ends
@@ -140,12 +153,29 @@ class Units:
         """The same of a layer's dense unit, while the ends are still gathered."""
         return self.throughout + (self.own + self.job.reduced_element) * self.trained(unit).dense
 
+    @cached_property
+    def _layers(self) -> dict[int, LayerBytes]:
+        return {}
+
+    def layer(self, kind: int) -> LayerBytes:
+        """A layer of this kind."""
+        if kind not in self._layers:
+            self._layers[kind] = LayerBytes(
+                self.whole(kind), self.ahead(kind), self.behind(kind), self.waiting(kind, 0), self.reducing(kind) - self.throughout
+            )
+        return self._layers[kind]
+
     def at_loss(self, unit: int | str, transient: Number) -> Number:
         """The fullest moment around the loss beyond what is kept: ``transient`` beside the ends and the last gather's buffer (of
         layer ``unit``); or the ends gathered again, in the buffer and in place, as the backward begins."""
         held = self.holding(unit)
         last_gather = self.job.gathered_element * maximum(held.dense, held.expert)
         return self.gathered_ends + maximum(transient + last_gather, self.gathered_ends)
+
+
+@lru_cache(maxsize=4096)
+def _known(job: Job, layout: Layout, first: bool, last: bool) -> Units:
+    return Units(job, layout, first, last)
 
 
 def backward_by_unit(
@@ -156,7 +186,7 @@ def backward_by_unit(
     The states hold all reduced gradients; in the backward of a step's only microbatch (``once``) those of layers still to come do
     not exist yet.
     """
-    units = Units(job, degrees, first, last)
+    units = _known(job, degrees, first, last) if isinstance(degrees, Layout) else Units(job, degrees, first, last)
     freed: Number = 0
     missing: Number = 0
     loss: Number = 0
@@ -173,21 +203,20 @@ def backward_by_unit(
         backward = maximum(backward, joined + (units.behind(runs[0].kind) if runs else 0))
     for place in range(len(runs) - 1, -1, -1):
         run = runs[place]
-        unit = unit_memory(job, degrees, run.kind, run.rule)
+        unit, layer = unit_memory(job, degrees, run.kind, run.rule), units.layer(run.kind)
         again = unit.saved - unit.kept if run.rule.mode == "full" else maximum(unit.saved - unit.kept, 0)
-        beside = units.throughout + units.whole(run.kind)
+        beside = again + unit.waiting + layer.waiting + units.throughout + layer.whole
         for number in range(min(run.count, 3)):  # the first, the one behind it, and the last, behind which another run lies
             done = number if number < 2 else run.count - 1
             following = run.kind if done < run.count - 1 else runs[place - 1].kind if place else None
-            ahead = 0 if following is None else units.ahead(following)
+            ahead = 0 if following is None else units.layer(following).ahead
             gone = freed + unit.kept * done
             absent = missing - units.reduced(run.kind) * done if once else 0
-            waiting = units.waiting(run.kind, unit.waiting)
-            backward = maximum(backward, again + waiting - gone + beside + ahead + behind - absent)
-            behind = units.behind(run.kind)
+            backward = maximum(backward, beside - gone + ahead + behind - absent)
+            behind = layer.behind
         freed = freed + unit.kept * run.count
         missing = missing - units.reduced(run.kind) * run.count if once else 0
-        backward = maximum(backward, units.reducing(run.kind) + unit.stream - freed - missing)
+        backward = maximum(backward, units.throughout + layer.reducing + unit.stream - freed - missing)
     return loss, backward
 
 

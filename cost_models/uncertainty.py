@@ -93,7 +93,7 @@ def chance_faster(job: Job, first: Mapping[str, float], second: Mapping[str, flo
     shared."""
     errors = cause_errors(job)
     a, b = sum(first.values()), sum(second.values())
-    shared = sum((errors.get(cause, 0.25) * (first.get(cause, 0.0) - second.get(cause, 0.0))) ** 2 for cause in {*first, *second})
+    shared = sum((errors.get(cause, 0.25) * (first.get(cause, 0.0) - second.get(cause, 0.0))) ** 2 for cause in {**first, **second})
     own = OWN_ERROR**2 * (a * a + b * b) / 4
     spread = math.sqrt(shared + own)
     return NormalDist().cdf((a - b) / spread) if spread > 0 else float(b < a)
@@ -105,7 +105,7 @@ def flipping_cause(job: Job, first: Mapping[str, float], second: Mapping[str, fl
     errors = cause_errors(job)
     gap = sum(second.values()) - sum(first.values())
     best: tuple[float, str, float] | None = None
-    for cause in {*first, *second}:
+    for cause in {**first, **second}:
         difference = first.get(cause, 0.0) - second.get(cause, 0.0)
         if not difference:
             continue

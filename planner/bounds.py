@@ -4,8 +4,8 @@
 * ``dual``: the longest of several paths is at least their weighted mean; under weights ``l`` (sum 1) a layer in chunk c costs
   ``sum_q l_q (a[q,c] f + b[q,c] b + w[q,c] w)``, so that ``sum over layers of the least such cost over chunks`` bounds every split. Weights
   are optimal for a linear program of one column and are kept: they bound every column with the same schedule shape.
-* ``stages_table``: for schedules with one chunk a rank, dynamic programming over (rank, layers placed): the least makespan over the seed
-  paths, memory's recompute included. It also gives the split.
+
+For schedules with one chunk a rank ``planner.stages`` has a bound over the seed paths, memory's recompute included.
 """
 
 from __future__ import annotations
@@ -202,109 +202,3 @@ def _relaxed(paths: Paths, mean: Floats, units: Units, layers: int, transfer: fl
     if weights.sum() <= 0:
         return None
     return float(solution.col_value[chunks]) * scale, np.array(solution.col_value)[:chunks], weights / weights.sum()
-
-
-# -- dynamic programming over stages --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Split:
-    """A split of layers over ranks: its bound (the least over all splits of the longest seed path), and the counts."""
-
-    bound: float
-    counts: tuple[int, ...]
-
-
-def stages_table(
-    paths: Paths, units: Units, prefix: npt.NDArray[np.int64], transfer: float, backward: Any, ends: Any, lowest: int, limit: float
-) -> Split | None:
-    """One chunk a rank: the split whose longest seed path is least, over all splits, exactly.
-
-    ``prefix``: layers of each kind among the first i. ``backward(rank, start, stop)``: least recompute-and-input-gradient seconds of such a
-    stage that fits in memory beyond ``units``' least (inf: none fits). ``ends(rank, start, stop)``: (start, end) seconds. ``lowest``: fewest
-    layers of a stage. ``limit``: splits longer than this are of no interest. None where no split is within the limit, or fits.
-    """
-    f, b, w, _, _, p2p, first, last = paths.matrices
-    ranks, layers = f.shape[1], len(prefix) - 1
-    one = _through(units, prefix)
-    chosen = _simple_paths(paths)
-    total = _chunk_range(units, one, 0, layers, True, True)
-    best = np.full(layers + 1, np.inf)
-    best[0] = 0.0
-    back = np.zeros((ranks, layers + 1), np.int64)
-    least_end = min(
-        (ends(0, 0, n)[1] for n in range(lowest, layers - (ranks - 1) * lowest + 1) if np.isfinite(backward(0, 0, n))), default=0.0
-    )
-    for rank in range(ranks):
-        after = ranks - 1 - rank
-        now = np.full(layers + 1, np.inf)
-        lo = rank * lowest
-        for start in range(lo, layers - (after + 1) * lowest + 1):
-            if best[start] > limit:
-                continue
-            stops = range(start + lowest, layers - after * lowest + 1) if after else (layers,)
-            for stop in stops:
-                extra = backward(rank, start, stop)
-                if not np.isfinite(extra):
-                    if stop > start + lowest:
-                        break
-                    continue
-                own = _chunk_range(units, one, start, stop, rank == 0, rank == ranks - 1) + np.array([0.0, extra, 0.0])
-                before = _chunk_range(units, one, 0, start, True, False) if rank else np.zeros(3)
-                behind = total - before - own + np.array([0.0, extra, 0.0])
-                begin, end = ends(rank, start, stop)
-                height = 0.0
-                for q, pre, post in chosen[rank]:
-                    value = f[q, rank] * own[0] + b[q, rank] * own[1] + w[q, rank] * own[2] + p2p[q] * transfer
-                    value += float(pre @ before) + float(post @ behind)
-                    value += begin if first[q] == rank else 0.0
-                    value += end if last[q] == rank else least_end if last[q] == 0 else 0.0
-                    height = max(height, value)
-                if height > limit:
-                    if stop > start + lowest:
-                        break
-                    continue
-                if max(best[start], height) < now[stop]:
-                    now[stop] = max(best[start], height)
-                    back[rank, stop] = start
-        best = now
-    if not np.isfinite(best[layers]):
-        return None
-    counts, stop = [], layers
-    for rank in reversed(range(ranks)):
-        start = int(back[rank, stop])
-        counts.append(stop - start)
-        stop = start
-    return Split(float(best[layers]), tuple(reversed(counts)))
-
-
-def _through(units: Units, prefix: npt.NDArray[np.int64]) -> Floats:
-    """(L + 1) x 3: seconds (f, least b, w) of the first i layers."""
-    seconds: Floats = prefix @ np.stack([units.f, units.b.min(axis=1), units.w], axis=1)
-    return seconds
-
-
-def _chunk_range(units: Units, one: Floats, start: int, stop: int, first: bool, last: bool) -> Floats:
-    out: Floats = one[stop] - one[start]
-    if first:
-        out = out + np.array(units.embedding)
-    if last:
-        out = out + np.array(units.least_head)
-    return out
-
-
-def _simple_paths(paths: Paths) -> list[list[tuple[int, Floats, Floats]]]:
-    """By rank, the paths that stay on it: (index, coefficients (f, b, w) of every chunk before it, and of every chunk after it)."""
-    f, b, w, pf, pb, _, _, _ = paths.matrices
-    ranks = f.shape[1]
-    out: list[list[tuple[int, Floats, Floats]]] = [[] for _ in range(ranks)]
-    for q in range(len(f)):
-        if pf[q].any() or pb[q].any():
-            continue
-        table = np.stack([f[q], b[q], w[q]], axis=1)
-        rank = int(table.sum(axis=1).argmax())
-        before, behind = table[:rank], table[rank + 1 :]
-        if (len(before) > 1 and (before != before[0]).any()) or (len(behind) > 1 and (behind != behind[0]).any()):
-            continue
-        out[rank].append((q, before[0] if len(before) else np.zeros(3), behind[0] if len(behind) else np.zeros(3)))
-    return out

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,13 +215,9 @@ class Closest:
         """``ClusterSpec.collective_seconds``: what does not depend on the bytes is found once for a group's distinct (ranks, stride)."""
         if not np.ndim(ranks):
             return self.cluster.collective_seconds(kind, size, ranks, stride)
-        ways, at = self.layout.remember(("ways", kind, group), lambda _: self._ways(kind, ranks, stride))
-        spread: list[Way] = [(_at(alpha, at), [(_at(rate, at), _at(c, at)) for rate, c in terms]) for alpha, terms in ways]
+        ways, at = self.layout.remember(("ways", kind, group), lambda _: _ways_of(self.cluster, kind, ranks, stride))
+        spread: list[Way] = [(alpha[at], [(rate[at], c[at]) for rate, c in terms]) for alpha, terms in ways]
         return seconds_of_ways(spread, size)
-
-    def _ways(self, kind: str, ranks: Any, stride: Any) -> tuple[list[Way], Ints]:
-        first, at = distinct(np.stack([ranks, np.broadcast_to(stride, ranks.shape)], axis=1))
-        return self.cluster.ways(kind, ranks[first], np.broadcast_to(stride, ranks.shape)[first]), at
 
     @cached_property
     def groups(self) -> dict[str, tuple[Any, Any]]:
@@ -240,5 +237,22 @@ class Closest:
         return out
 
 
-def _at(value: Any, at: Ints) -> Any:
-    return value[at] if np.ndim(value) else value
+def _ways_of(cluster: ClusterSpec, kind: str, ranks: Ints, stride: Any) -> tuple[list[Way], Ints]:
+    """(``ClusterSpec.ways`` of the distinct groups, which of them each is): those that were met before are kept."""
+    stride = np.broadcast_to(stride, ranks.shape)
+    code = ranks * (1 << 32) + stride
+    codes, first, at = (code, [0], np.zeros(1, int)) if len(code) == 1 else np.unique(code, return_index=True, return_inverse=True)
+    known, names = _met(cluster, kind), codes.tolist()
+    new = [i for i, name in zip(first, names, strict=True) if name not in known]
+    if new:
+        ways = cluster.ways(kind, ranks[new], stride[new])
+        parts = [np.stack([part + np.zeros(len(new)) for part in (alpha, *chain(*terms))], axis=1) for alpha, terms in ways]
+        known.update(zip(code[new].tolist(), np.stack(parts, axis=1), strict=True))
+    table = np.moveaxis(np.array([known[name] for name in names]), 0, 2)
+    return [(one[0], list(zip(one[1::2], one[2::2], strict=True))) for one in table], at
+
+
+@lru_cache(maxsize=64)
+def _met(cluster: ClusterSpec, kind: str) -> dict[int, Floats]:
+    """By number of ranks and stride: algorithm x (latency, then by level seconds a byte and a square root of one)."""
+    return {}

@@ -236,6 +236,17 @@ def prefix_counts(job: Job) -> npt.NDArray[np.int64]:
     return out
 
 
+@lru_cache(maxsize=64)
+def alike_spans(job: Job) -> npt.NDArray[np.int64]:
+    """(L + 1) x (L + 1): the same number where the layers [start, stop) are as many of every kind."""
+    layers = job.model.num_layers
+    code = np.zeros((layers + 1) ** 2, np.int64)
+    for placed in prefix_counts(job).T:
+        counts = placed[None] - placed[:, None] + layers
+        code = np.unique(code * (2 * layers + 1) + counts.reshape(-1), return_inverse=True)[1].reshape(-1)
+    return code.reshape(layers + 1, layers + 1)
+
+
 GROUPS = (
     "tp",
     "ring",
@@ -284,6 +295,7 @@ class Column:
         self.chunks = layout.chunks
         self.layers = job.model.num_layers
         self._ends: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._stage_ends: dict[tuple[Mix, bool, bool], tuple[float, float]] = {}
 
     @cached_property
     def even(self) -> bool:
@@ -375,6 +387,14 @@ class Column:
             update = rank_update(self.job, self.layout, padded, rank)
             self._ends[key] = (update.start, update.end)
         return self._ends[key]
+
+    def stage_ends(self, rank: int, mix: Mix) -> tuple[float, float]:
+        """``ends`` of a rank whose only chunk has this mix."""
+        first, last = rank == 0, rank == self.layout.pp - 1
+        key = (mix, first, last)
+        if key not in self._stage_ends:
+            self._stage_ends[key] = self.ends(rank, [self.chunk(mix, first=first, last=last, tail=self.tail_of(mix))])
+        return self._stage_ends[key]
 
     def simulate(self, mixes: Sequence[Mix]) -> Timeline:
         """The exact timeline of a choice: one mix a chunk, in model order."""

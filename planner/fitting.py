@@ -336,6 +336,18 @@ class Policy:
                     seen.add(mix)
                     yield mix
 
+    def recompute(self, counts: npt.NDArray[np.int64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds beyond the least, by chunk, that any of its mixes takes at least; ``counts``: of layers by kind, on the last axis; ``b``:
+        kind x mode."""
+        more = b - b.min(axis=1)[:, None]
+        seconds = np.zeros(counts.shape[:-1])
+        if self.block:
+            full = np.clip(self.block - (np.cumsum(counts, axis=-1) - counts), 0, counts)
+            seconds += full @ more[:, -1] + (counts - full) @ more[:, 0]
+        elif not self.free:
+            seconds += counts @ more[:, self.mode]
+        return seconds
+
     def _fixed(self, counts: Counts, modes: int) -> Mix:
         rows = [[0] * modes for _ in counts]
         left = self.block

@@ -104,13 +104,14 @@ class Rows(Sequence[Row]):
         number = np.array([[sum(b.schedule == n for b in slot) for n in names] for slot in self.slots], np.int64)
         samples = [{b.schedule: b for b in slot} for slot in self.slots]
         each = np.zeros((len(self.prefixes), len(names)), np.int64)
-        known: dict[int, dict[str, Batch]] = {}
+        known: dict[int, tuple[list[int], list[Batch]]] = {}
         for i, prefix in enumerate(self.prefixes):
             low = int(self.slot[self.start[i]])
             if low not in known:
-                known[low] = {name: b for s in samples[low : low + int(self.size[i])] for name, b in s.items()}
-            for name, batch in known[low].items():
-                each[i, names.index(name)] = self.space.count(prefix, batch)
+                some = {name: b for s in samples[low : low + int(self.size[i])] for name, b in s.items()}
+                known[low] = [names.index(name) for name in some], list(some.values())
+            places, batches = known[low]
+            each[i, places] = self.space.counts(prefix, batches)
         counts: Ints = (number[self.slot] * each[self.at]).sum(axis=1) if len(self) else np.zeros(0, np.int64)
         return counts
 
@@ -188,11 +189,15 @@ class Rows(Sequence[Row]):
         small: npt.NDArray[np.bool_] = self.bytes[0] <= self.job.limit_bytes
         return small
 
-    def seconds(self, which: Ints) -> Floats:
-        """Least seconds of the pipeline of the rows ``which``: the mean rank's work."""
-        total = self.bulk.total(self.totals)
-        least: Floats = self.table[which, 9] * total[self.key[which]] / self.table[which, 7]
+    @cached_property
+    def work(self) -> Floats:
+        """Least seconds of the pipeline of each row: the mean rank's work."""
+        least: Floats = self.table[:, 9] * self.bulk.total(self.totals)[self.key] / self.table[:, 7]
         return least
+
+    def seconds(self, which: Ints) -> Floats:
+        """``work`` of the rows ``which``."""
+        return self.work[which]
 
     def idle(self) -> Floats:
         """About the idle share of each row's best schedule."""

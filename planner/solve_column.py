@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from planner import bounds
-from planner.columns import Column, Mix
+from planner.columns import Column, Mix, alike_spans
 from planner.fitting import Counts, Fitting, Policy
 from planner.heuristic import quick
 from planner.program import TOLERANCE, Answer, Block, Pattern, Program
+from planner.stages import Split, best_split
 
 PROVED = 1e-4
 """Relative gap at which an answer counts as proved."""
@@ -140,25 +142,32 @@ def _can_hold(column: Column, fitting: Fitting, policy: Policy) -> bool:
     """Whether the ranks together can hold all layers, each with its least-memory mixes (uneven splits included)."""
     if column.layout.schedule not in ONE_CHUNK:
         return _states_fit(column, fitting)
-    layers, total = column.layers, 0
-    for rank in range(column.layout.pp):
-        low, high = 0, layers
-        first, last = rank == 0, rank == column.layout.pp - 1
+    layers, pp, total = column.layers, column.layout.pp, 0
+    each = -(-layers // pp)
 
-        def fits(n: int, rank: int = rank, first: bool = first, last: bool = last) -> bool:
-            at = 0 if first else layers - n if last else min(rank, layers - n)
-            return fitting.least_mix(rank, at, at + n, policy) is not None
+    def fits(rank: int, n: int) -> bool:
+        at = 0 if rank == 0 else layers - n if rank == pp - 1 else min(rank, layers - n)
+        return fitting.least_mix(rank, at, at + n, policy) is not None
 
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle - 1
-        total += low
+    if all(fits(rank, each) for rank in range(pp)):
+        return True
+    for rank in range(pp):
+        each = most_that_fits(partial(fits, rank), each, layers)
+        total += each
         if total >= layers:
             return True
-    return total >= layers
+    return False
+
+
+def most_that_fits(fits: Callable[[int], bool], guess: int, top: int) -> int:
+    """The most up to ``top`` that fits, as all that is less does: looked for near ``guess`` first."""
+    low, high = 0, top
+    near = [guess, guess + 1, guess + 2, guess - 1]
+    while low < high:
+        at = near.pop(0) if near else (low + high + 1) // 2
+        if low < at <= high:
+            low, high = (at, high) if fits(at) else (low, at - 1)
+    return low
 
 
 def _states_fit(column: Column, fitting: Fitting) -> bool:
@@ -168,22 +177,24 @@ def _states_fit(column: Column, fitting: Fitting) -> bool:
     return copies * states <= column.layout.pp * fitting.limit / column.job.execution.reserved_ratio
 
 
-def _by_stages(column: Column, fitting: Fitting, policy: Policy, bar: float) -> bounds.Split | None:
-    def backward(rank: int, start: int, stop: int) -> float:
+def _by_stages(column: Column, fitting: Fitting, policy: Policy, bar: float) -> Split | None:
+    def price(rank: int, start: int, stop: int) -> tuple[float, float, float]:
         found = fitting.least_mix(rank, start, stop, policy)
-        return float("inf") if found is None else found[1]
-
-    def ends(rank: int, start: int, stop: int) -> tuple[float, float]:
-        found = fitting.least_mix(rank, start, stop, policy)
-        if found is None:
-            return 0.0, 0.0
-        last = rank == column.layout.pp - 1
-        return column.ends(rank, [column.chunk(found[0], first=rank == 0, last=last, tail=column.tail_of(found[0]))])
+        return (float("inf"), 0.0, 0.0) if found is None else (found[1], *column.stage_ends(rank, found[0]))
 
     limit = bar / column.slowing - column.job.execution.step_overhead_seconds
-    least = column.layers // column.chunks if column.even else 1
-    return bounds.stages_table(
-        column.paths, column.units, fitting.prefix, column.transfer, backward, ends, least, limit * (1 + 1e-12)
+    lowest = column.layers // column.chunks if column.even else 1
+    again = policy.recompute(fitting.prefix[None] - fitting.prefix[:, None], column.units.b)
+    return best_split(
+        column.paths,
+        column.units,
+        fitting.prefix,
+        alike_spans(column.job),
+        column.transfer,
+        again,
+        price,
+        lowest,
+        limit * (1 + 1e-12),
     )
 
 

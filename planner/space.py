@@ -140,9 +140,7 @@ class Space:
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
         self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
-        self._counted: dict[tuple[Any, ...], int] = {}
         self._order_memo: dict[Prefix, list[str]] = {}
-        self._stages: dict[tuple[Any, ...], frozenset[int]] = {}
         self._batches: dict[tuple[int, int, int], tuple[Batch, ...]] = {}
         self._allowed: dict[tuple[str, Any], bool] = {}
 
@@ -386,7 +384,12 @@ class Space:
 
     def columns_of(self, prefix: Prefix, batch: Batch) -> list[Shard]:
         """The shard choices that complete a core."""
-        return [s for s in self.shards(prefix) if self.compatible(prefix, batch, s)]
+        shards = self.shards(prefix)
+        if self.excludes_pairs:
+            return [s for s in shards if self.compatible(prefix, batch, s)]
+        samples = {s.zero: s for s in shards}
+        stages = {zero for zero, sample in samples.items() if self._goes(prefix, batch, zero, sample)}
+        return list(shards) if len(stages) == len(samples) else [s for s in shards if s.zero in stages]
 
     @cached_property
     def excludes_pairs(self) -> bool:
@@ -399,39 +402,35 @@ class Space:
 
     def count(self, prefix: Prefix, batch: Batch) -> int:
         """How many columns complete a core."""
-        if self.excludes_pairs or self.may_offload:  # what is offloaded may not go with every split
-            return len(self.columns_of(prefix, batch))
-        others = len(self._legal_orders(prefix))
-        return others and others * len(self._dispatchers(prefix)) * len(self._offloads()) * self._split_number(prefix, batch)
+        return self.counts(prefix, [batch])[0]
 
-    def _split_number(self, prefix: Prefix, batch: Batch) -> int:
-        """Splits of dp with their ZeRO stage that go with a schedule."""
-        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep, prefix.etp)
-        at = (key, batch.schedule)
-        if at not in self._counted:
-            splits = self._splits(key, prefix)
-            self._counted[at] = sum(n for zero, (n, sample) in splits.items() if self._goes(prefix, batch, zero, sample))
-        return self._counted[at]
+    def counts(self, prefix: Prefix, batches: Sequence[Batch]) -> list[int]:
+        """How many columns complete the cores of a prefix with each of these."""
+        if self.excludes_pairs or self.may_offload:  # what is offloaded may not go with every split
+            return [len(self.columns_of(prefix, batch)) for batch in batches]
+        ways = len(self._legal_orders(prefix)) * len(self._dispatchers(prefix)) * len(self._offloads())
+        if not ways:
+            return [0] * len(batches)
+        splits = self._splits(prefix).items()
+        return [ways * sum(n for zero, (n, sample) in splits if self._goes(prefix, batch, zero, sample)) for batch in batches]
 
     def stages(self, prefix: Prefix, batch: Batch) -> frozenset[int]:
         """The ZeRO stages of the columns that complete a core."""
         if self.excludes_pairs or self.may_offload:
             return frozenset(s.zero for s in self.columns_of(prefix, batch))
-        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep, prefix.etp)
-        at = (key, batch.schedule)
-        if at not in self._stages:
-            splits = self._splits(key, prefix)
-            self._stages[at] = frozenset(zero for zero, (_, sample) in splits.items() if self._goes(prefix, batch, zero, sample))
-        return self._stages[at]
+        splits = self._splits(prefix).items()
+        return frozenset(zero for zero, (_, sample) in splits if self._goes(prefix, batch, zero, sample))
 
-    def _splits(self, key: tuple[Any, ...], prefix: Prefix) -> dict[int, tuple[int, Shard]]:
-        """Splits of dp by ZeRO stage: how many are legal, and one of them. They depend on ``key`` alone."""
+    def _splits(self, prefix: Prefix) -> dict[int, tuple[int, Shard]]:
+        """Splits of dp by ZeRO stage: how many are legal, and one of them. They depend on the key alone."""
+        key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep, prefix.etp)
         if key not in self._split_memo:
             found: dict[int, tuple[int, Shard]] = {}
             order = self._legal_orders(prefix)
             if order:
                 for shard in self._shard_choices(prefix, order[:1], self._dispatchers(prefix)[:1], self._offloads()[:1]):
-                    found[shard.zero] = (found.get(shard.zero, (0, shard))[0] + 1, found.get(shard.zero, (0, shard))[1])
+                    number, sample = found.get(shard.zero, (0, shard))
+                    found[shard.zero] = number + 1, sample
             self._split_memo[key] = found
         return self._split_memo[key]
 
