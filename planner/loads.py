@@ -1,4 +1,4 @@
-"""One column with several chunks a rank, exactly: every way to deal layers to ranks that may beat the answer, and the paths that decide.
+"""One column, exactly: every way to deal layers to ranks that may beat the answer, and the paths that decide.
 
 The rows that no kept path makes too long are few (``planner.load_rows``): a number of layers for every chunk. All of them are kept, and for
 each the longest of the kept paths is known: its own layers' seconds, its ranks' gradient reduction and optimizer, and the recompute that memory
@@ -9,6 +9,7 @@ column is solved.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -27,7 +28,7 @@ from planner.shapes import Costs, Shape
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-MANY, RUN = 16, 10_000_000
+WORTH, RUN = 16, 10_000_000
 """Loads that are worth running all at once to leave some out, and actions of all of them at most."""
 HIDES = 1.0
 """Times a path takes a rank's backward from which on more recompute there costs more than the reduction that it hides."""
@@ -38,7 +39,7 @@ REFINED = 100
 """Loads whose recompute is made exact at most, in search of one that is still of interest."""
 MANY, SOME = 200, 12
 """Options of a column beyond which only some loads are simulated."""
-PROGRAMS, STALLED, EXACT = 2, 3, 1e-4
+PROGRAMS, STALLED, EXACT = 64, 3, 1e-4
 """Loads of a column whose recompute the program lays at most, after so many simulations in a row that say nothing new; to what gap."""
 
 
@@ -54,10 +55,11 @@ def best_loads(
     *,
     prove: bool = False,
     programs: int = 0,
+    deadline: float | None = None,
 ) -> tuple[Answer | None, float]:
     """(the best answer, the least seconds of any step of the column). ``costs`` of the one column; ``limit``: steps at or beyond it are of no
     interest; ``rounds``: loads simulated at most; ``prove``: a load that simulations say nothing new of is left, or closed by the integer
-    program, for so many loads as ``programs`` says."""
+    program, for so many loads as ``programs`` says, until the ``deadline`` (``time.monotonic()``)."""
     layers, step = column.layers, column.step
     top = limit / column.slowing - column.job.execution.step_overhead_seconds
     good, low, high = shape.settle(costs, np.array([top]), layers, memory=True)
@@ -75,7 +77,7 @@ def best_loads(
     loads = _Loads(column, fitting, policies, shape, costs, options, rows)
     rounds = rounds if sum(map(len, options)) <= MANY else min(rounds, SOME)
     tries, stalled = np.zeros((2, len(rows)), np.int64)
-    while rounds:
+    while rounds and (deadline is None or time.monotonic() < deadline):
         bar = min(best.seconds, limit) if best else limit
         i = loads.least(bar * (1 - gap), tries < TRIES)
         if i is None:
@@ -95,7 +97,7 @@ def best_loads(
         stalled[i] = 0 if loads.bounds[i] > before else stalled[i] + 1
         if prove and (stalled[i] >= STALLED or tries[i] >= TRIES):
             tries[i] = TRIES
-            exact = loads.solved(i, min(bar, best.seconds)) if programs > 0 else None
+            exact = loads.solved(i, min(bar, best.seconds), deadline) if programs > 0 else None
             best, programs = best if exact is None or exact.seconds >= best.seconds else exact, programs - 1
     return best, min(float(step(loads.bounds.min())), float(step(beyond)), best.seconds if best else limit, limit)
 
@@ -127,7 +129,7 @@ def _plain_seconds(column: Column, counts: Ints) -> Floats:
     where that is too much to do, or not worth it."""
     layout, u = column.layout, column.units
     whole = graph(layout.schedule, layout.pp, layout.vpp, column.microbatches)
-    if len(counts) < MANY or len(whole.kind) * len(counts) > RUN or whole.paired:
+    if len(counts) < WORTH or len(whole.kind) * len(counts) > RUN or whole.paired:
         return np.zeros(len(counts))
     f, b, w = (counts @ u.least[:, i] for i in range(3))
     for part, first, last in zip((f, b, w), u.embedding, u.least_head, strict=True):
@@ -307,7 +309,7 @@ class _Loads:
             out += (f * one + b * other + w * weight) @ counts[:, :, kind].T
         return out
 
-    def solved(self, row: int, bar: float) -> Answer | None:
+    def solved(self, row: int, bar: float, deadline: float | None) -> Answer | None:
         """A row's recompute by the integer program (``planner.program``), its layers given: its best answer below ``bar`` seconds."""
         column, chosen = self.column, self.chosen(row)
         spans = {c: s for rank, o in enumerate(chosen) for c, s in zip(self.fitting.held(rank), o.spans, strict=True)}
@@ -320,7 +322,7 @@ class _Loads:
             ]
             block = Block(column, self.fitting, policy, patterns, [(o.start, o.end) for o in chosen])
             program = Program([block], bar)
-            answer = program.solve(nodes=NODES, rounds=TRIES, gap=EXACT / 2)
+            answer = program.solve(nodes=NODES, rounds=TRIES, gap=EXACT / 2, deadline=deadline)
             if answer is None and program.stopped:
                 return best
             if answer is not None:

@@ -364,32 +364,30 @@ class Search:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def _solve_one(self, bound: float, one: Class, alike: Alike, exact: Costs | None, gap: float, close: bool) -> float | None:
-        """Solve a column. To prove, one of several chunks a rank that may still be faster is left to be closed when nothing has a lesser
-        bound: its bound then."""
+        """Solve a column. To prove, one that may still be faster is left to be closed when nothing has a lesser bound: its bound then."""
         row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
         column, fitting = self.column(row.prefix, batch, shard)
         some = self.policies(batch, row.prefix)
-        if exact is not None and column.layout.vpp > 1:
+        if exact is not None and (column.layout.vpp > 1 or close):
             least = self._solve_loads(bound, one, alike, exact, gap, close)
-            if self.prove and not close and least < self.fastest * (1 - gap):
-                return least
-            self.books.weakest = min(self.books.weakest, least)
-            return None
-        result = solve_column(column, fitting, some, self.fastest, bound, self.totals, gap, deadline=self.deadline)
-        self.books.programs += result.programs
-        self.books.cuts += result.cuts
-        if result.unfit:
-            self.books.by_memory += alike.number
-        elif result.cut:
-            self.books.weakest = min(self.books.weakest, max(bound, result.bound))
         else:
-            self.books.solve(alike.number)
-            self.books.weakest = min(self.books.weakest, max(bound, result.bound))
-            self._keep(result.answer, row.prefix, batch, shard)
+            result = solve_column(column, fitting, some, self.fastest, bound, self.totals, gap, deadline=self.deadline)
+            self.books.programs += result.programs
+            self.books.cuts += result.cuts
+            least = max(bound, result.bound)
+            if result.unfit:
+                self.books.by_memory += alike.number
+                return None
+            if not result.cut:
+                self.books.solve(alike.number)
+                self._keep(result.answer, row.prefix, batch, shard)
+        if self.prove and exact is not None and column.chunks > 1 and not close and least < self.fastest * (1 - gap):
+            return least
+        self.books.weakest = min(self.books.weakest, least)
         return None
 
     def _solve_loads(self, bound: float, one: Class, alike: Alike, exact: Costs, gap: float, close: bool) -> float:
-        """The least seconds of any step of a column with several chunks a rank. ``close``: after a first look, to the end."""
+        """The least seconds of any step of a column, by the ways to deal layers to its ranks. ``close``: after a first look, to the end."""
         if not self.whole and one.key in self._vain:
             self.books.unexplored += alike.number
             return bound
@@ -401,7 +399,17 @@ class Search:
         rounds, programs = LOADS if self.prove else LOADS // 8, PROGRAMS if close else 0
         shape, some = self.cores.shape(one.key), self.policies(batch, row.prefix)
         answer, least = best_loads(
-            column, fitting, some, shape, exact, self.fastest, PROVED, rounds, prove=self.prove, programs=programs
+            column,
+            fitting,
+            some,
+            shape,
+            exact,
+            self.fastest,
+            PROVED,
+            rounds,
+            prove=self.prove,
+            programs=programs,
+            deadline=self.deadline,
         )
         self._keep(answer, row.prefix, batch, shard)
         bound = max(bound, least)
