@@ -92,7 +92,8 @@ class Fitting:
         return self._held[rank]
 
     def counts(self, start: int, stop: int) -> Counts:
-        return tuple(int(x) for x in self.prefix[stop] - self.prefix[start])
+        counts: list[int] = (self.prefix[stop] - self.prefix[start]).tolist()
+        return tuple(counts)
 
     def chunk(self, chunk: int, mix: Mix) -> ChunkMemory:
         return self.chunk_at(self.places[chunk], mix)

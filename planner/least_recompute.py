@@ -31,8 +31,8 @@ MOMENTS: tuple[str, ...] = (
     "input gradients of a chunk",
     "weight gradients of a chunk",
 )
-AFTER = MOMENTS[3:]
-"""Moments of ``memory.beyond_kept``, and those of microbatches that wait for their weight gradient."""
+AFTER, LOSS = (np.array([[name in some] for name in MOMENTS]) for some in (MOMENTS[3:], MOMENTS[:1]))
+"""Moments of ``memory.beyond_kept``; which are of microbatches that wait for their weight gradient, and which of the loss."""
 KEPT = 5_000
 """Combinations built up at most beyond that."""
 HALVINGS = 16
@@ -152,16 +152,15 @@ def _needed(fitting: Fitting, static: Fixed, rank: int, mixes: Sequence[Mix]) ->
 def _rank(fitting: Fitting, static: Fixed, rank: int, menus: Sequence[Menu], bare: float) -> _Rank:
     table = np.array([[(alive, held) for _, alive, held in s] for s in fitting.snapshots[rank]], float)
     whole = (table[:, :, 1].sum(axis=1) == 0) & (fitting.layout.schedule not in ZERO_BUBBLE)
-    gathered = _gathered(static)
+    gathered = np.array([_gathered(static)[name] for name in MOMENTS])[:, None]
+    floor = np.where(whole, -np.inf, 0.0)[:, None]
     loads, beside = [], []
     for chunk, one in enumerate(menus):
         alive, held = table[:, chunk, 0], table[:, chunk, 1]
         loads.append(alive[:, None] * one.kept + held[:, None] * one.waits)
-        most = np.where(whole[:, None], np.full(loads[-1].shape, -np.inf), 0.0)
-        for name, size in zip(MOMENTS, one.beside, strict=True):
-            at = held > 0 if name in AFTER else (alive > 0) & (whole | (name == "loss"))
-            most[at] = np.maximum(most[at], size + gathered[name])
-        beside.append(most)
+        at = np.where(AFTER, held > 0, (alive > 0) & (whole | LOSS))  # moment of MOMENTS x moment of the schedule
+        most = np.where(at[:, :, None], (one.beside + gathered)[:, None], -np.inf).max(axis=0)
+        beside.append(np.maximum(most, floor))
     room = (fitting.limit - bare) / fitting.job.execution.slack - static.lasting
     if "activations" in fitting.layout.offload:
         room = 1e30

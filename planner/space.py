@@ -11,16 +11,18 @@ rank alike are one, sequence parallelism goes with tp, and schedules need a pipe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.job import Job
 from cost_models.layout import Layout, divisors
+from planner.choices import BATCH_FIELDS, PREFIX_FIELDS, SHARD_FIELDS, SPLIT_FIELDS, WAY_FIELDS, Chosen
+from planner.choices import Batch as Batch
+from planner.choices import Prefix as Prefix
+from planner.choices import Shard as Shard
 from planner.legality import limits_of
 from planner.rules.cluster import same_placement
 from planner.rules.core import RULES, Case, Limits, Rule
@@ -30,87 +32,21 @@ from planner.wishes import read_wishes as read_wishes
 from planner.wishes import require_choices
 from profiles.errors import InputError
 
-PREFIX_FIELDS = ("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp")
-BATCH_FIELDS = ("micro_batch", "schedule", "vpp")
-SPLIT_FIELDS = ("dp_replicate", "dp_shard", "zero")
-WAY_FIELDS = ("order", "dispatcher", "offload")
-SHARD_FIELDS = (*SPLIT_FIELDS, *WAY_FIELDS)
 UNEVEN_VPP = 8
 """Chunks a rank beyond which uneven ones are left out: of one or two layers each, some would take twice as long as others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    tp: int
-    cp: int
-    cp_kind: str
-    pp: int
-    dp: int
-    ep: int
-    etp: int
-    sp: bool
-
-    @property
-    def ring(self) -> int:
-        return _parts(self.cp_kind, self.cp)[0]
-
-    @property
-    def ulysses(self) -> int:
-        return _parts(self.cp_kind, self.cp)[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    micro_batch: int
-    schedule: str
-    vpp: int
-    microbatches: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    dp_replicate: int
-    dp_shard: int
-    zero: int
-    order: str
-    dispatcher: str
-    offload: tuple[str, ...] = ()
-
-
-@lru_cache(maxsize=256)
-def _parts(kind: str, cp: int) -> tuple[int, int]:
-    if match := re.fullmatch(r"ring(\d+)xulysses(\d+)", kind):
-        return int(match[1]), int(match[2])
-    return (1, cp) if kind == "ulysses" else (cp, 1)
 
 
 _Asked = tuple[Rule, Callable[[Mapping[str, Any]], Any], dict[Any, bool]]
 """A rule, what reads its fields from chosen values, and what it said of those that it was asked about."""
 
 
-class _Chosen:
-    """A layout of which only some fields are chosen, as rules see it."""
+class _ShardRules(NamedTuple):
+    """Rules that read no split of dp, that read a split and no degree of the experts, a split and those, a split and another choice."""
 
-    tp: int
-    sp: bool
-    cp: int
-    cp_kind: str
-    pp: int
-    dp: int
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-    def choose(self, fields: Sequence[str], values: Sequence[Any]) -> None:
-        self.__dict__.update(zip(fields, values, strict=True))
-
-    @property
-    def ring(self) -> int:
-        return _parts(self.cp_kind, self.cp)[0]
-
-    @property
-    def ulysses(self) -> int:
-        return _parts(self.cp_kind, self.cp)[1]
+    way: list[_Asked]
+    dense: list[_Asked]
+    split: list[_Asked]
+    both: list[_Asked]
 
 
 class Space:
@@ -139,6 +75,7 @@ class Space:
         self._rules: dict[tuple[frozenset[str], frozenset[str]], list[_Asked]] = {}
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
         self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
+        self._dense_memo: dict[Any, list[tuple[int, int, int]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
         self._order_memo: dict[Prefix, list[str]] = {}
         self._batches: dict[tuple[int, int, int], tuple[Batch, ...]] = {}
@@ -146,7 +83,7 @@ class Space:
 
     # -- asking the rules -------------------------------------------------------------------------------------------
 
-    def _legal(self, chosen: _Chosen, known: frozenset[str], new: frozenset[str]) -> bool:
+    def _legal(self, chosen: Chosen, known: frozenset[str], new: frozenset[str]) -> bool:
         """Whether no rule that reads one of the ``new`` fields, and only ``known`` ones, is broken."""
         rules = self._rules.get((known, new))
         if rules is None:
@@ -157,7 +94,7 @@ class Space:
     def _asked_of(self, rule: Rule) -> _Asked:
         return self._asked.setdefault(rule.name, (rule, itemgetter(*sorted(rule.reads)), {}))
 
-    def _keeps(self, chosen: _Chosen, rules: Sequence[_Asked]) -> bool:
+    def _keeps(self, chosen: Chosen, rules: Sequence[_Asked]) -> bool:
         """Whether no rule is broken; each is asked once for the values that it reads."""
         values = chosen.__dict__
         for rule, read, known in rules:
@@ -204,7 +141,7 @@ class Space:
             sp = tp > 1 and self.limits.sequence_parallel
             if not self.allowed("tp", tp) or not self.allowed("sp", sp):
                 continue
-            chosen = _Chosen(tp=tp, sp=sp)
+            chosen = Chosen(tp=tp, sp=sp)
             step1 = frozenset(("tp", "sp"))
             if not self._legal(chosen, known0, step1):
                 continue
@@ -212,7 +149,7 @@ class Space:
                 if cp > self.job.seq_len or not self.allowed("cp", cp):
                     continue
                 for kind in self._kinds(cp):
-                    chosen = _Chosen(tp=tp, sp=sp, cp=cp, cp_kind=kind)
+                    chosen = Chosen(tp=tp, sp=sp, cp=cp, cp_kind=kind)
                     step2 = frozenset(("cp", "cp_kind"))
                     if not self._legal(chosen, step1, step2):
                         continue
@@ -222,13 +159,13 @@ class Space:
                         dp = world // (tp * cp * pp)
                         if self.job.global_batch % dp or not self.allowed("dp", dp):
                             continue
-                        chosen = _Chosen(tp=tp, sp=sp, cp=cp, cp_kind=kind, pp=pp, dp=dp)
+                        chosen = Chosen(tp=tp, sp=sp, cp=cp, cp_kind=kind, pp=pp, dp=dp)
                         step3 = frozenset(("pp", "dp"))
                         if not self._legal(chosen, step1 | step2, step3) or not self.batches(tp, cp, pp, dp):
                             continue
                         yield from self._experts(chosen, step1 | step2 | step3, experts, width)
 
-    def _experts(self, base: _Chosen, known: frozenset[str], experts: int, width: int) -> Iterator[Prefix]:
+    def _experts(self, base: Chosen, known: frozenset[str], experts: int, width: int) -> Iterator[Prefix]:
         stage = base.tp * base.cp * base.dp
         for ep in divisors(experts) if experts > 1 else [1]:
             if stage % ep or not self.allowed("ep", ep):
@@ -236,7 +173,7 @@ class Space:
             for etp in self._expert_tensor(base.tp, stage // ep) if experts > 1 else [1]:
                 if stage % (ep * etp) or width % etp or not self.allowed("etp", etp):
                     continue
-                chosen = _Chosen(**base.__dict__, ep=ep, etp=etp)
+                chosen = Chosen(**base.__dict__, ep=ep, etp=etp)
                 if self._legal(chosen, known, frozenset(("ep", "etp"))):
                     yield Prefix(base.tp, base.cp, base.cp_kind, base.pp, base.dp, ep, etp, base.sp)
 
@@ -270,7 +207,7 @@ class Space:
         for micro in divisors(each):
             if not self.allowed("micro_batch", micro):
                 continue
-            chosen = _Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro)
+            chosen = Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro)
             if not self._legal(chosen, known, frozenset(("micro_batch",))):
                 continue
             for schedule in self.schedules(pp):
@@ -279,7 +216,7 @@ class Space:
                 for vpp in range(low if pp > 1 else 1, top + 1):
                     if not self.allowed("vpp", vpp) or not self._worth_searching(pp, vpp):
                         continue
-                    chosen = _Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule, vpp=vpp)
+                    chosen = Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule, vpp=vpp)
                     if self._legal(chosen, known | {"micro_batch"}, frozenset(("schedule", "vpp"))):
                         yield Batch(micro, schedule, vpp, each // micro)
 
@@ -304,32 +241,52 @@ class Space:
     def _shard_choices(
         self, prefix: Prefix, orders: Sequence[str], dispatchers: Sequence[str], offloads: Sequence[tuple[str, ...]]
     ) -> Iterator[Shard]:
-        chosen = _Chosen(**{f: getattr(prefix, f) for f in PREFIX_FIELDS})
-        ways = []
+        chosen = Chosen(**{f: getattr(prefix, f) for f in PREFIX_FIELDS})
+        rules, ways = self._shard_rules, []
         for way in product(orders, dispatchers, offloads):
             chosen.choose(WAY_FIELDS, way)
-            if self._keeps(chosen, self._shard_rules[0]):
+            if self._keeps(chosen, rules.way):
                 ways.append(way)
-        for split in self._sharding(prefix):
-            if not all(map(self.allowed, SPLIT_FIELDS, split)):
-                continue
+        for split in self._dense_splits(prefix, chosen):
             chosen.choose(SPLIT_FIELDS, split)
-            if not self._keeps(chosen, self._shard_rules[1]):
+            if not self._keeps(chosen, rules.split):
                 continue
             for way in ways:
                 chosen.choose(WAY_FIELDS, way)
-                if self._keeps(chosen, self._shard_rules[2]):
+                if self._keeps(chosen, rules.both):
                     yield Shard(*split, *way)
 
+    def _dense_splits(self, prefix: Prefix, chosen: Chosen) -> list[tuple[int, int, int]]:
+        """Splits of dp with their ZeRO stage that no rule forbids that reads no degree of the experts: found once for those."""
+        rules = self._shard_rules.dense
+        reads = {"dp", "cp"}.union(*(rule.reads for rule, _, _ in rules))
+        key = itemgetter(*(f for f in PREFIX_FIELDS if f in reads))(chosen.__dict__)
+        if key not in self._dense_memo:
+            found = self._dense_memo[key] = []
+            for split in self._sharding(prefix):
+                chosen.choose(SPLIT_FIELDS, split)
+                if all(map(self.allowed, SPLIT_FIELDS, split)) and self._keeps(chosen, rules):
+                    found.append(split)
+        return self._dense_memo[key]
+
     @cached_property
-    def _shard_rules(self) -> tuple[list[_Asked], list[_Asked], list[_Asked]]:
-        """The rules of a prefix's completions: those that read no split of dp, those that read a split alone, those that read both."""
-        split, way = set(SPLIT_FIELDS), set(WAY_FIELDS)
-        rules = [r for r in RULES.values() if r.reads <= {*PREFIX_FIELDS, *SHARD_FIELDS}]
-        parts = ([r for r in rules if r.reads & way and not r.reads & split], [r for r in rules if r.reads & split and not r.reads & way],
-                 [r for r in rules if r.reads & split and r.reads & way])  # fmt: skip
-        first, second, third = ([self._asked_of(r) for r in part] for part in parts)
-        return first, second, third
+    def _shard_rules(self) -> _ShardRules:
+        """The rules of a prefix's completions."""
+        split, way, experts = set(SPLIT_FIELDS), set(WAY_FIELDS), {"ep", "etp"}
+        out = _ShardRules([], [], [], [])
+        for rule in RULES.values():
+            if rule.reads <= {*PREFIX_FIELDS, *SHARD_FIELDS} and rule.reads & {*SHARD_FIELDS}:
+                one = (
+                    out.way
+                    if not rule.reads & split
+                    else out.both
+                    if rule.reads & way
+                    else out.split
+                    if rule.reads & experts
+                    else out.dense
+                )
+                one.append(self._asked_of(rule))
+        return out
 
     def _sharding(self, prefix: Prefix) -> Iterator[tuple[int, int, int]]:
         dp, cp = prefix.dp, prefix.cp
@@ -367,7 +324,7 @@ class Space:
     def compatible(self, prefix: Prefix, batch: Batch, shard: Shard) -> bool:
         """Whether no rule that reads both a batch and a shard field is broken, and no exclusion of several fields is met."""
         values = self._values(prefix, batch, shard)
-        return self._keeps(_Chosen(**values), self._crossing) and not self._excluded(values)
+        return self._keeps(Chosen(**values), self._crossing) and not self._excluded(values)
 
     @cached_property
     def _crossing(self) -> list[_Asked]:
@@ -449,7 +406,7 @@ class Space:
     def _find_orders(self, prefix: Prefix) -> list[str]:
         known = frozenset(PREFIX_FIELDS)
         base = {f: getattr(prefix, f) for f in PREFIX_FIELDS}
-        return [o for o in self._orders(prefix) if self._legal(_Chosen(**base, order=o), known, frozenset(("order",)))]
+        return [o for o in self._orders(prefix) if self._legal(Chosen(**base, order=o), known, frozenset(("order",)))]
 
     def layout(self, prefix: Prefix, batch: Batch, shard: Shard, stages: tuple[int, ...] = (), recompute: str = "none") -> Layout:
         """The column as a Layout, with a choice of stages and recompute."""

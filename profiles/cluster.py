@@ -154,8 +154,10 @@ class ClusterSpec:
 
     def spread(self, ranks: Number, stride: Number = 1) -> list[Number]:
         """How many ranks of such a group share one domain of each level, innermost first (the last entry is ``ranks``)."""
-        inside = [np.clip(level.size // np.maximum(stride, 1), 1, ranks) for level in self.levels[:-1]]
-        return [*inside, ranks]
+        sizes = [level.size for level in self.levels[:-1]]
+        if isinstance(ranks, np.ndarray) or isinstance(stride, np.ndarray):
+            return [*(np.clip(size // np.maximum(stride, 1), 1, ranks) for size in sizes), ranks]
+        return [*(min(max(size // max(stride, 1), 1), ranks) for size in sizes), ranks]
 
     def level_of(self, ranks: int, stride: int = 1) -> Level:
         """The innermost level whose domain holds the whole group."""
