@@ -28,7 +28,7 @@ def closed_as_enumerated(pipeline: Pipeline, seed: int) -> str:
     experts, layers = rng.choice([0, 4]), pp * vpp + rng.choice([0, 1, 2, 3])
     model = decoder(
         layers=layers, hidden=512, heads=4, width=1024, vocab=rng.choice([2048, 16384]), head_dim=64,
-        experts=experts, dense_first=rng.choice([0, 1, 2]) if experts else 0,
+        experts=experts, dense_first=min(rng.choice([0, 1, 2]), layers - 1) if experts else 0,
     )  # fmt: skip
     j = job(model, f"h100-sxm:1x{pp}", 1024, rng.choice([pp, 2 * pp, 3 * pp]), rng.choice(TARGETS[schedule]), margin=0.0)
     wishes = read_wishes(f"pp={pp},vpp={vpp},schedule={schedule},micro_batch=1")
