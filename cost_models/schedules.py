@@ -182,13 +182,19 @@ def _in_flight(rank: int, order: Order) -> InFlight:
             if a.kind == "B":
                 seen.add(tuple((c, alive[c], held[c]) for c in chunks))
     apart = {"B", "BW"} <= {a.kind for a in order}  # whole backwards run while nothing is held: those moments are their own
-    return InFlight(rank, tuple(sorted(s for s in seen if not any(_exceeds(other, s, apart) for other in seen if other != s))))
+    groups = [[s for s in seen if holds(s)], [s for s in seen if not holds(s)]] if apart else [list(seen)]
+    return InFlight(rank, tuple(sorted(s for some in groups if some for s in _fullest(some))))
 
 
-def _exceeds(a: tuple[tuple[int, int, int], ...], b: tuple[tuple[int, int, int], ...], apart: bool) -> bool:
-    if apart and holds(a) != holds(b):
-        return False
-    return all(x[1] >= y[1] and x[2] >= y[2] for x, y in zip(a, b, strict=True))
+def _fullest(moments: list[tuple[tuple[int, int, int], ...]]) -> list[tuple[tuple[int, int, int], ...]]:
+    """The moments that no other exceeds in every count, those that hold most in all first looked at: each leaves few."""
+    counts = np.array([[count for _, *both in moment for count in both] for moment in moments])
+    left, out = np.argsort(-counts.sum(axis=1), kind="stable"), []
+    while len(left):
+        first, left = left[0], left[1:]
+        out.append(moments[first])
+        left = left[(counts[left] > counts[first]).any(axis=1)]
+    return out
 
 
 def holds(snapshot: tuple[tuple[int, int, int], ...]) -> bool:
