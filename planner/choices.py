@@ -69,6 +69,8 @@ class Chosen:
     cp_kind: str
     pp: int
     dp: int
+    schedule: str
+    vpp: int
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)

@@ -75,6 +75,7 @@ class Space:
         self._rules: dict[tuple[frozenset[str], frozenset[str]], list[_Asked]] = {}
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
         self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
+        self._pipeline_memo: dict[int, dict[str, list[int]]] = {}
         self._dense_memo: dict[Any, list[tuple[int, int, int]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
         self._order_memo: dict[Prefix, list[str]] = {}
@@ -202,23 +203,44 @@ class Space:
 
     def _batch_choices(self, cp: int, pp: int, dp: int) -> Iterator[Batch]:
         known = frozenset(("cp", "pp", "dp"))
-        each = self.job.global_batch // dp
-        layers = self.job.model.num_layers
+        each, pipelines = self.job.global_batch // dp, self._pipelines(pp)
         for micro in divisors(each):
             if not self.allowed("micro_batch", micro):
                 continue
             chosen = Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro)
             if not self._legal(chosen, known, frozenset(("micro_batch",))):
                 continue
+            for schedule, chunks in pipelines.items():
+                chosen.schedule = schedule
+                if not self._legal(chosen, known | {"micro_batch"}, frozenset(("schedule",))):
+                    continue
+                for vpp in chunks:
+                    chosen.vpp = vpp
+                    if self._keeps(chosen, self._chunk_rules):
+                        yield Batch(micro, schedule, vpp, each // micro)
+
+    def _pipelines(self, pp: int) -> dict[str, list[int]]:
+        """By schedule, the chunks a rank that may go with it at ``pp``, whatever the batch."""
+        if pp not in self._pipeline_memo:
+            layers = self.job.model.num_layers
+            found = self._pipeline_memo[pp] = {}
             for schedule in self.schedules(pp):
                 low, high = chunks_of(schedule)
                 top = 1 if pp == 1 else min(high or layers, max(1, layers // pp))
-                for vpp in range(low if pp > 1 else 1, top + 1):
-                    if not self.allowed("vpp", vpp) or not self._worth_searching(pp, vpp):
-                        continue
-                    chosen = Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule, vpp=vpp)
-                    if self._legal(chosen, known | {"micro_batch"}, frozenset(("schedule", "vpp"))):
-                        yield Batch(micro, schedule, vpp, each // micro)
+                found[schedule] = [
+                    vpp
+                    for vpp in range(low if pp > 1 else 1, top + 1)
+                    if self.allowed("vpp", vpp)
+                    and self._worth_searching(pp, vpp)
+                    and self._legal(Chosen(pp=pp, schedule=schedule, vpp=vpp), frozenset(("pp",)), frozenset(("schedule", "vpp")))
+                ]
+        return self._pipeline_memo[pp]
+
+    @cached_property
+    def _chunk_rules(self) -> list[_Asked]:
+        """The rules that read the chunks a rank and something else than the pipeline and its schedule."""
+        known = {"cp", "pp", "dp", *BATCH_FIELDS}
+        return [self._asked_of(r) for r in RULES.values() if "vpp" in r.reads <= known and not r.reads <= {"pp", "schedule", "vpp"}]
 
     def _worth_searching(self, pp: int, vpp: int) -> bool:
         """Whether ``vpp`` chunks a rank are tried: many chunks only where they hold equally many layers, unless vpp is pinned."""
