@@ -216,9 +216,16 @@ class Search:
         self._shapes(queue, Cores(self.rows, left[self.least[left] < self.fastest], self.store), effort)
         while self._work(queue, effort, 1):
             pass
+        left: dict[tuple[int, Key], list[Class]] = {}
         for bound, level, _, item in queue.heap:
-            number = 0 if level == 3 else item[1].number if level else len(self._members(item))
-            self._leave(bound, number, bound >= self.fastest * (1 - queue.gap))
+            cut = bound >= self.fastest * (1 - queue.gap)
+            self._leave(bound, item[1].number if level in (1, 2) else 0, cut)
+            if level == 0 and not cut:
+                left.setdefault((item.row, item.key), []).append(item)
+        for some in left.values():
+            classes = {(one.zero, one.shard) for one in some}
+            every = self.space.columns_of(self.rows[some[0].row].prefix, self._batch(some[0]))
+            self.books.unexplored += sum((s.zero, s.dp_shard) in classes for s in every)
 
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows pipeline by pipeline, and work on what they add to the queue."""
