@@ -216,13 +216,13 @@ class Search:
         self._shapes(queue, Cores(self.rows, left[self.least[left] < self.fastest], self.store), effort)
         while self._work(queue, effort, 1):
             pass
-        left: dict[tuple[int, Key], list[Class]] = {}
+        rows: dict[tuple[int, Key], list[Class]] = {}
         for bound, level, _, item in queue.heap:
             cut = bound >= self.fastest * (1 - queue.gap)
             self._leave(bound, item[1].number if level in (1, 2) else 0, cut)
             if level == 0 and not cut:
-                left.setdefault((item.row, item.key), []).append(item)
-        for some in left.values():
+                rows.setdefault((item.row, item.key), []).append(item)
+        for some in rows.values():
             classes = {(one.zero, one.shard) for one in some}
             every = self.space.columns_of(self.rows[some[0].row].prefix, self._batch(some[0]))
             self.books.unexplored += sum((s.zero, s.dp_shard) in classes for s in every)
