@@ -274,6 +274,6 @@ class Cores(CoreCosts):
     def bound(self, key: Key, chosen: Costs, low: float, high: float) -> float:
         """The bound of one column between ``low``, a bound, and ``high`` seconds of pipeline, which it is where it may not be faster."""
         shape, layers = self.shape(key), self.main.layers
-        if low >= high or not shape.holds(chosen, high, layers, memory=True)[0]:
+        if low >= high or not all(shape.holds(chosen, high, layers, memory=memory)[0] for memory in (False, True)):
             return high
         return float(shape.least(chosen, np.array([low]), np.array([high]), layers, steps=FINE)[0])

@@ -325,7 +325,7 @@ class Search:
             bound = max(bound, float(self.step(self.cores.bound(one.key, exact, self.pipeline(bound), high))))
         if bound >= self.fastest:
             return
-        if exact is None or column.layout.vpp == 1 or self.best is None:
+        if exact is None or column.layout.vpp == 1 or self.best is None:  # those of several chunks come from their loads
             self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
         yield bound, (one, alike, exact)
 
