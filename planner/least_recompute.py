@@ -33,8 +33,8 @@ MOMENTS: tuple[str, ...] = (
 )
 AFTER, LOSS = (np.array([[name in some] for name in MOMENTS]) for some in (MOMENTS[3:], MOMENTS[:1]))
 """Moments of ``memory.beyond_kept``; which are of microbatches that wait for their weight gradient, and which of the loss."""
-KEPT = 5_000
-"""Combinations built up at most beyond that."""
+KEPT, BEAM = 5_000, 500
+"""Combinations built up at most beyond that; how many of them go on once they were more."""
 HALVINGS = 16
 CHECKED = 50
 """Combinations that seem to fit and are counted in full, the cheapest first."""
@@ -201,29 +201,28 @@ def _grown(rank: _Rank, slack: float, multiplier: Floats) -> tuple[Floats, Ints,
     for c, one in enumerate(rank.menus):
         priced = one.seconds + multiplier @ loads[c]
         more = priced - priced.min()
-        new_used = used[:, None, :] + loads[c].T[None]
-        new_most = np.maximum(most[:, None, :], beside[c].T[None])
         new_over = over[:, None] + more
-        good = ((new_used + new_most + rest[c + 1]) <= rank.room).all(axis=2) & (new_over <= slack)
-        at, mix = np.nonzero(good)
-        if len(at) > KEPT:
-            first = np.argsort(new_over[at, mix], kind="stable")[:KEPT]
-            at, mix, whole = at[first], mix[first], False
-        at, mix = _apart(at, mix, new_used, new_most, new_over)
-        used, most, over = new_used[at, mix], new_most[at, mix], new_over[at, mix]
+        at, mix = np.nonzero(new_over <= slack)
+        new_used, new_most = used[at] + loads[c].T[mix], np.maximum(most[at], beside[c].T[mix])
+        good = np.flatnonzero((new_used + new_most + rest[c + 1] <= rank.room).all(axis=1))
+        new_over = new_over[at[good], mix[good]]
+        if len(good) > (KEPT if whole else BEAM):
+            first = np.argsort(new_over, kind="stable")[:BEAM]
+            good, new_over, whole = good[first], new_over[first], False
+        kept = _apart(new_used[good], new_most[good], new_over)
+        over, good = new_over[kept], good[kept]
+        used, most, at, mix = new_used[good], new_most[good], at[good], mix[good]
         seconds, picks = seconds[at] + one.seconds[mix], np.concatenate([picks[at], mix[:, None]], axis=1)
     return seconds, picks, whole
 
 
-def _apart(at: Ints, mix: Ints, used: Floats, most: Floats, over: Floats) -> tuple[Ints, Ints]:
+def _apart(used: Floats, most: Floats, over: Floats) -> Ints:
     """Of combinations that need the same bytes at every moment, to ``GRAIN``, those that cost least."""
-    order = np.argsort(over[at, mix], kind="stable")
-    at, mix = at[order], mix[order]
-    bytes_ = np.round(np.concatenate([used[at, mix], used[at, mix] + most[at, mix]], axis=1) / GRAIN).astype(np.int64)
+    order = np.argsort(over, kind="stable")
+    bytes_ = np.round(np.concatenate([used, used + most], axis=1)[order] / GRAIN).astype(np.int64)
     rows = np.ascontiguousarray(bytes_).view(np.dtype((np.void, bytes_.itemsize * bytes_.shape[1]))).reshape(-1)
     _, first = np.unique(rows, return_index=True)
-    first = np.sort(first)
-    return at[first], mix[first]
+    return order[np.sort(first)]
 
 
 def _relaxed(rank: _Rank) -> tuple[Floats, float, float] | None:
