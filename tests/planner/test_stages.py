@@ -138,4 +138,4 @@ def test_the_recompute_of_a_policy_is_the_least_of_its_mixes(policy: Policy) -> 
 def test_the_most_that_fits_is_found_from_any_guess() -> None:
     for most in range(10):
         for guess in range(12):
-            assert most_that_fits(lambda n, most=most: 1 <= n <= most, guess, 9) == most
+            assert most_that_fits(range(1, most + 1).__contains__, guess, 9) == most
