@@ -33,8 +33,8 @@ MOST, LIKELY = 30_000, 1_000
 """Rows kept at most; of more, how many of the likeliest are grown to the end."""
 CELLS = 4_000_000
 """Rows times paths kept at most."""
-TIMES = 40
-"""Rows simulated at most to leave fewer."""
+TIMES, TRIED = 40, 8
+"""Times that a row is simulated at most to leave fewer; rows tried each time until one tells something new."""
 
 
 @dataclass
@@ -111,7 +111,8 @@ def simulated(
 @dataclass
 class LoadRows:
     """The rows of a column whose ranks hold ``low`` to ``high`` layers. Layers of kinds other than the main one are priced as the main one's,
-    less what they may save (``shapes.Costs``); where all are alike, what memory asks for is made exact as it is needed."""
+    less what they may save (``shapes.Costs``). Where all are alike, or those of another kind lead the model, what memory asks of a rank is made
+    exact as it is needed."""
 
     column: Column
     fitting: Fitting
@@ -148,11 +149,14 @@ class LoadRows:
             rows, beyond = self.below(bar)
             if not np.isfinite(beyond) or beyond >= bar * (1 - gap) or not len(rows):
                 break
-            new, answer = self.fewer(rows[0])
-            if answer is not None and (best is None or answer.seconds < best.seconds):
-                best = answer
-                bar = min(top, best.seconds / column.slowing - column.job.execution.step_overhead_seconds)
-            if not new:
+            for row in rows[:TRIED]:
+                new, answer = self.fewer(row)
+                if answer is not None and (best is None or answer.seconds < best.seconds):
+                    best = answer
+                    bar = min(top, best.seconds / column.slowing - column.job.execution.step_overhead_seconds)
+                if new:
+                    break
+            else:
                 break
         return rows, beyond, best
 
@@ -224,13 +228,24 @@ class LoadRows:
         out += last[:, None] * np.where(exact, np.where(whole, end, 0.0), number * np.where(whole, c.end_own[0], c.end[0]))
         return out
 
+    def _make_exact(self, rank: int, option: Option) -> None:
+        """The recompute of the best mixes. A rank among the leading layers of another kind holds, by where its first chunk starts, more of
+        them or fewer: it takes the least of all."""
+        (start, stop), *others = option.spans
+        starts = range(rank, self.shape.leading + 1) if 0 < rank < self.shape.leading else [start]
+        placed = [replace(option, spans=((at, at + stop - start), *others)) for at in starts]
+        for one in placed:
+            one.make_exact(self.column, self.fitting, self.policies, rank)
+        option.again, option.start, option.end = (min(getattr(one, name) for one in placed) for name in ("again", "start", "end"))
+        option.exact = True
+
     def fewer(self, row: Ints) -> tuple[bool, Answer | None]:
         """Simulate a row, its recompute made exact, and keep its critical path: (whether something is known that was not, its answer)."""
         new = False
         chosen = [some[o] for some, o in zip(self.options, row, strict=True)]
-        for rank, option in enumerate(chosen if self.alike else []):
-            if not option.exact:
-                option.make_exact(self.column, self.fitting, self.policies, rank)
+        for rank, option in enumerate(chosen):
+            if not option.exact and (self.alike or self.shape.leading):
+                self._make_exact(rank, option)
                 new = True
         if any(option.again >= NEVER for option in chosen):
             return new, None
