@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,7 @@ def main() -> None:
     arguments.add_argument("paths", nargs="*", type=Path, default=[ROOT / "tests"])
     arguments.add_argument("--continue", dest="go_on", action="store_true")
     chosen = arguments.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and tests send it
     kept: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     kept = {name: row for name, row in kept.items() if (ROOT / name).exists()}
     for file in files(chosen.paths):
