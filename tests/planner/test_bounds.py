@@ -253,9 +253,7 @@ def test_loads_of_a_column_are_the_best_of_all_splits_of_the_declared_space(sche
         column, fitting = search.column(row.prefix, row.batches[0], shard)
     cores = Cores(search.rows, np.arange(1), search.store)
     one = next(
-        c
-        for _, c in cores.within((schedule, 2, vpp), np.arange(1), 1e3)
-        if (c.zero, c.shard) == (shard.zero, shard.dp_shard)
+        c for _, c in cores.within((schedule, 2, vpp), np.arange(1), 1e3) if (c.zero, c.shard) == (shard.zero, shard.dp_shard)
     )
     exact: Costs = cores.exact(one, column)
     found = best_loads(column, fitting, search.policies(row.batches[0], row.prefix), cores.shape(one.key), exact, 1e3, 1e-6, 500)
