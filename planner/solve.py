@@ -16,6 +16,7 @@ from cost_models.job import Job
 from cost_models.layout import Layout
 from cost_models.step import StepEstimate, estimate
 from cost_models.uncertainty import chance_faster, flipping_cause
+from planner.answers import family
 from planner.books import Found, Outcome
 from planner.chunked_loss import chunked
 from planner.legality import require_job
@@ -31,7 +32,7 @@ from planner.plan import (
     model_dump,
     stages_of,
 )
-from planner.search import Search, family
+from planner.search import Search
 from planner.solve_column import PROVED
 from planner.space import UNEVEN_VPP, Space, read_wishes
 from profiles.errors import DoesNotFit, InputError
