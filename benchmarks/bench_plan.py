@@ -28,12 +28,15 @@ AXISPLAN = str(Path(sysconfig.get_path("scripts")) / "axisplan")
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "plan.json"
 PICTURE = ROOT / "docs" / "plan-growth.svg"
+MEGATRON = "deepseek-v3 --cluster h800-sxm:256x8 --seq-len 4k --global-batch 15360 --execution megatron --precision fp8"
 GOALS = {
     "Llama-3-8B on 8 H100": ("llama-3-8b --cluster h100-sxm:1x8 --seq-len 8k --global-batch 128 --prove", 0.7, 1e-4),
     "Llama-3.1-405B on 16,384 H100": ("llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 8k --global-batch 2048", 3.0, 1e-2),
     "the same, proved": ("llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 8k --global-batch 2048 --prove", 30.0, 1e-4),
     "DeepSeek-V3 on 2,048 H800": ("deepseek-v3 --cluster h800-sxm:256x8 --seq-len 4k --global-batch 15360", 5.0, None),
     "the same, proved ": ("deepseek-v3 --cluster h800-sxm:256x8 --seq-len 4k --global-batch 15360 --prove", 60.0, 1e-4),
+    "DeepSeek-V3 on 2,048 H800, megatron": (MEGATRON, 5.0, None),
+    "the same, proved  ": (f"{MEGATRON} --prove", 60.0, 1e-4),
     "Llama-3.1-405B on 1,048,576 H100": (
         "llama-3.1-405b --cluster h100-sxm:131072x8 --seq-len 8k --global-batch 131072",
         30.0,
