@@ -286,8 +286,8 @@ def load_execution(name: str, overrides: Mapping[str, str] | None = None) -> Exe
     for key, raw in overrides.items():
         fact = key.removeprefix("execution.")
         if fact not in settable:
-            close = difflib.get_close_matches(fact, sorted(settable), 1)
-            raise InputError("execution", fact, "is not a fact of an execution", close[0] if close else None)
+            close = difflib.get_close_matches(fact, sorted(settable), 1, 0.0)
+            raise InputError(f"execution.{fact}", raw, "is not a fact of an execution", f"execution.{close[0]}")
         values[fact] = _typed(fact, raw)
     sources = dict(execution.sources) | dict.fromkeys(values, "set by the user")
     return replace(execution, sources=tuple(sorted(sources.items())), **values)

@@ -67,7 +67,7 @@ class Goal:
             raise InputError("--objective", self.objective, "needs a deadline (--deadline)", "--deadline 30d")
         if self.deadline_seconds is not None and self.objective not in WITH_DEADLINE:
             rule = f"is kept by the objectives {', '.join(WITH_DEADLINE)}; {self.objective} does not look at it"
-            raise InputError("--deadline", f"{self.deadline_seconds:g} s", rule, "--objective fewest-gpus")
+            raise InputError("--deadline", f"{self.deadline_seconds / 3600:g} h", rule, "--objective fewest-gpus")
 
 
 def read_deadline(text: str) -> float:
@@ -103,13 +103,22 @@ def read_batches(text: str, seq_len: int, gpus: int) -> tuple[int, ...]:
     low, dots, high = text.partition("..")
     if not dots:
         return (read.convert(text, None, None),)
-    least, most = (read.convert(part, None, None) for part in (low, high))
+    try:
+        least, most = (read.convert(part, None, None) for part in (low, high))
+    except InputError:
+        raise InputError(
+            "--global-batch", text, "is a range of tokens a step, LOW..HIGH, such as 4M..16M", f"{seq_len}..{2 * seq_len}"
+        ) from None
     if least > most:
         raise InputError("--global-batch", text, "is a range of tokens a step, the smaller number first", f"{high}..{low}")
     first, last = -(-least // seq_len), most // seq_len
     if first > last:
+        near = max(1, round((least + most) / 2 / seq_len)) * seq_len
         raise InputError(
-            "--global-batch", text, f"holds no whole number of sequences of {seq_len} tokens", f"{seq_len}..{2 * seq_len}"
+            "--global-batch",
+            text,
+            f"holds no whole number of sequences of {seq_len} tokens",
+            f"{min(near, least)}..{max(near, most)}",
         )
     for unit in sorted({*divisors(gpus), 1}, reverse=True):
         found = list(range(-(-first // unit) * unit, last + 1, unit))

@@ -42,7 +42,7 @@ def test_a_fact_can_be_set_and_is_typed(fact: str, text: str, value: object) -> 
 @pytest.mark.parametrize(
     ("fact", "text", "nearest"),
     [
-        ("atention", "fa2", "attention"),
+        ("atention", "fa2", "execution.attention"),
         ("attention", "fa22", "fa2"),
         ("causal_skip", "maybe", "true"),
         ("gradient_bytes", "-1", 0),

@@ -106,9 +106,18 @@ def test_ranges_give_batches_that_many_layouts_divide():
     found = read_batches("4M..16M", 8192, 16384)
     assert all(512 <= b <= 2048 and b % 256 == 0 for b in found)
     assert 4 <= len(found) <= 8
-    with pytest.raises(InputError, match="whole number of sequences"):
-        read_batches("1k..2k", 8192, 8)
     assert read_batches("8k..8k", 8192, 8) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"), [("1k..2k", "1k..8192"), ("17000..17001", "16384..17001"), ("16k..", "8192..16384"), ("..16", None)]
+)
+def test_a_range_that_holds_no_batch_names_one_near_it(text: str, nearest: str | None):
+    with pytest.raises(InputError) as caught:
+        read_batches(text, 8192, 8)
+    assert caught.value.field == "--global-batch" and caught.value.value == text
+    near = str(caught.value.nearest).replace("1k", "1024")
+    assert read_batches(near, 8192, 8) and (nearest is None or near == nearest.replace("1k", "1024"))
 
 
 def test_between_the_usual_counts_every_legal_one_is_bisected():
