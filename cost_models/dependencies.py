@@ -184,9 +184,9 @@ def remote_boundaries(schedule: str, pp: int, chunks: int) -> tuple[bool, ...]:
     return (*(rank_of(schedule, pp, c) != rank_of(schedule, pp, c + 1) for c in range(chunks - 1)), False)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def graph(schedule: str, pp: int, vpp: int, microbatches: int) -> Graph:
-    """The graph of ``order_rows``; cached. Raises InputError where the schedule cannot run."""
+    """The graph of ``order_rows``; the last few are kept, each a megabyte or so. Raises InputError where the schedule cannot run."""
     shift = period(schedule, pp, vpp, microbatches)
     remote = np.array(remote_boundaries(schedule, pp, pp * vpp))
     return build(order_rows(schedule, pp, vpp, microbatches), pp * vpp, remote, shift)
