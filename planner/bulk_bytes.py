@@ -28,14 +28,15 @@ Floats = npt.NDArray[np.float64]
 class Kept:
     """Bytes of one microbatch by key: ``kept`` key x kind x mode from a layer's forward to its backward; ``beyond``: key x kind, most that
     a layer's backward needs beside what is kept; ``tail``: kept by the head; ``loss``: what the loss needs beside
-    it; ``waits`` key x kind between a layer's input-gradient and weight-gradient pass;
-    ``message``: buffers of a pipeline's sends and receives."""
+    it; ``waits`` key x kind between a layer's input-gradient and weight-gradient pass, of which a chunk of layers holds ``above`` less at most
+    (``activations.assemble``); ``message``: buffers of a pipeline's sends and receives."""
 
     kept: Floats
     beyond: Floats
     tail: Floats
     loss: Floats
     waits: Floats
+    above: Floats
     message: Floats
 
 
@@ -55,7 +56,7 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
     model, number = job.model, len(keys)
     out = Kept(
         np.zeros((number, len(model.kinds), len(modes))), np.full((number, len(model.kinds)), np.inf),
-        np.zeros(number), np.zeros(number), np.zeros((number, len(model.kinds))), np.zeros(number),
+        np.zeros(number), np.zeros(number), np.zeros((number, len(model.kinds))), np.zeros(number), np.zeros(number),
     )  # fmt: skip
     out.waits[:] = np.inf
     out.kept[:] = np.inf
@@ -71,6 +72,8 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
                     unit = unit_memory(job, degrees, k, mode)
                     together = execution.recompute_unit if mode.mode == "full" else 1
                     least = unit.kept / together
+                    if execution.split_backward_keeps_graph:
+                        out.above[at] = np.maximum(out.above[at], unit.above)
                     if mode.mode == "none" and k == model.pattern[0]:  # the model's first layer may keep less
                         least = least - unit_memory(job, degrees, "first", RecomputeRule(k, None, "none")).kept
                     out.kept[at, k, m] = np.minimum(out.kept[at, k, m], 0.0 if offload else least)

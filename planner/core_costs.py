@@ -97,6 +97,7 @@ class CoreCosts:
             state=np.zeros(number),
             kept=np.zeros_like(seconds["again"]),
             waits=np.zeros(number),
+            above=np.zeros(number),
             room=none,
             spare=none,
             lighter=none,
@@ -159,7 +160,8 @@ class CoreCosts:
         if main.kind is not None:
             lighter = np.zeros((len(k), pp)) if self.leading(pp) else self._lighter(state, kept, parts.waits[k], pipeline, flying)
             return {
-                "state": state[:, main.kind], "kept": kept[:, main.kind], "waits": parts.waits[k][:, main.kind], "room": room, "spare": spare,
+                "state": state[:, main.kind], "kept": kept[:, main.kind], "waits": parts.waits[k][:, main.kind],
+                "above": parts.above[k], "room": room, "spare": spare,
                 "lighter": lighter, "ahead_bytes": ahead,
             }  # fmt: skip
         share = main.totals / main.layers
@@ -171,6 +173,7 @@ class CoreCosts:
             "state": state @ share,
             "kept": mean_kept,
             "waits": parts.waits[k].min(axis=1),
+            "above": parts.above[k],
             "room": room,
             "spare": spare,
             "lighter": lighter,

@@ -45,13 +45,14 @@ class Group:
 @dataclass(frozen=True)
 class Bytes:
     """By column: ``state`` bytes of a layer, ``kept`` and ``again`` column x mode bytes of a microbatch and seconds of recompute, ``waits``
-    what it holds for its weight gradient; ``room`` and ``spare`` column x rank (``shapes.Costs``); ``first``: (state, kept, waits) of the
-    leading layers of another kind."""
+    what it holds for its weight gradient, less ``above`` a chunk; ``room`` and ``spare`` column x rank (``shapes.Costs``); ``first``: (state,
+    kept, waits) of the leading layers of another kind."""
 
     state: Floats
     kept: Floats
     again: Floats
     waits: Floats
+    above: Floats
     room: Floats
     spare: Floats
     first: tuple[Floats, Floats, Floats]
@@ -110,7 +111,7 @@ def _over(b: Bytes, groups: Sequence[Group], sizes: Sequence[Floats], leading: i
         rest = np.maximum(size - (leading if place == 0 else 0), 0.0)
         main.append(rest)
         each = b.state[:, None] + group.waiting * b.waits[:, None] + group.alive * top[:, None]
-        over = over + each[:, :, None] * rest
+        over = over + each[:, :, None] * rest - (group.waiting * b.above[:, None])[:, :, None]
     if leading:
         state, kept, waits = b.first
         over = (

@@ -43,8 +43,8 @@ class Costs:
     """Costs of columns of one shape, by column first. Seconds of one microbatch: ``f``, ``b`` (least mode), ``w`` of a layer of the main
     kind, ``again`` column x mode what recompute adds; ``embedding``, ``head`` column x (f, b, w); ``transfer``; ``hidden`` column x (f, b)
     what a pair hides of a layer; ``start``, ``end``, ``end_own``, ``least``: ``bulk_sharding.Ends``. Bytes: ``state`` and ``kept`` column
-    x mode of a layer, ``waits`` what it holds for its weight gradient, ``room`` column x rank; ``spare``: what a rank has for one
-    layer's whole tensors without more room (inf: it never needs them). ``credit``: seconds by column and chunk by which one
+    x mode of a layer, ``waits`` what it holds for its weight gradient, less ``above`` a chunk, ``room`` column x rank; ``spare``: what a rank
+    has for one layer's whole tensors without more room (inf: it never needs them). ``credit``: seconds by column and chunk by which one
     microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and rank by which they may need other; where
     those of another kind lead the model, instead ``ahead`` column x (f, b, w) seconds and ``ahead_bytes`` column x (state, kept in
     the least mode, waits) of one of them."""
@@ -64,6 +64,7 @@ class Costs:
     state: Floats
     kept: Floats
     waits: Floats
+    above: Floats
     room: Floats
     spare: Floats
     credit: Floats
@@ -178,7 +179,7 @@ class Shape:
     def _tables(self, c: Costs, flying: Flying, layers: int, find: Callable[..., Floats] = least_again) -> list[Floats]:
         top = min(layers - (self.pp - 1) * self.vpp, 2 * -(-layers // self.pp) + 4)
         first = c.ahead_bytes[:, 0], c.ahead_bytes[:, 1], c.ahead_bytes[:, 2]
-        bytes_ = Bytes(c.state, c.kept, c.again, c.waits, c.room + c.lighter, c.spare, first)
+        bytes_ = Bytes(c.state, c.kept, c.again, c.waits, c.above, c.room + c.lighter, c.spare, first)
         out = []
         for some in range(self.leading + 1):
             ranks = self.leading - some + 1 if some else self.pp
