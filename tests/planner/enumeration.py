@@ -117,9 +117,10 @@ class Busy:
         return self.known[chunk, mix]
 
 
-def monolithic(j: Job, nodes: int = 20_000) -> Answer | None:
-    """One program over all columns, splits and mixes; None where nothing fits. Its bound is below its seconds where ``nodes`` ended it."""
-    blocks = []
+def monolithic(j: Job, nodes: int = 20_000, most: int = 100_000) -> tuple[Answer | None, bool]:
+    """(the answer of one program over all columns, splits and mixes, None where nothing fits; whether it was solved to its end: neither where
+    ``nodes`` ended it, whose bound is below its seconds then, nor where it would have more than ``most`` patterns)."""
+    blocks, number = [], 0
     for column, fitting, some in columns(j):
         for policy in some:
             patterns = []
@@ -132,6 +133,11 @@ def monolithic(j: Job, nodes: int = 20_000) -> Answer | None:
                     for mix in policy.mixes(fitting.counts(start, stop), len(column.modes))
                 ]
                 patterns.append(here)
+            number += sum(map(len, patterns))
+            if number > most:
+                return None, False
             if all(patterns):
                 blocks.append(Block(column, fitting, policy, patterns))
-    return Program(blocks, float("inf")).solve(rounds=200, nodes=nodes)
+    program = Program(blocks, float("inf"))
+    answer = program.solve(rounds=200, nodes=nodes)
+    return answer, not program.stopped and (answer is None or answer.bound >= answer.seconds * (1 - 1e-6))

@@ -73,31 +73,6 @@ def test_five_hundred_small_jobs_equal_enumeration(seed: int) -> None:
     check_against_enumeration(seed)
 
 
-def one_program_is_best(seed: int, nodes: int = 20_000) -> None:
-    """Equal where the program is solved to its end; where its nodes ran out its answer is no better, and its bound no worse."""
-    j = small_job(seed)
-    best, answer = exhaustive(j).best, monolithic(j, nodes)
-    if best == float("inf"):
-        assert answer is None
-        return
-    assert answer is not None
-    assert best * (1 - 1e-6) <= answer.seconds
-    assert answer.bound <= best * (1 + 1e-6)
-    if answer.bound >= answer.seconds * (1 - 1e-6):
-        assert answer.seconds == pytest.approx(best, rel=1e-6)
-
-
-@pytest.mark.parametrize("seed", [3, 7])
-def test_one_program_over_all_columns_finds_the_same(seed: int) -> None:
-    one_program_is_best(seed)
-
-
-@pytest.mark.verify
-@pytest.mark.parametrize("seed", [s for s in range(500) if s not in (3, 7)])
-def test_one_program_over_all_columns_of_five_hundred_jobs_finds_the_same(seed: int) -> None:
-    one_program_is_best(seed, nodes=300)
-
-
 def test_the_column_of_the_planner_is_the_estimate_and_the_memory_model() -> None:
     j = job("llama-3-8b", "h100-sxm:2x8", 4096, 64)
     space = Space(j, read_wishes("tp=2,pp=4,dp_shard=2,zero=1,micro_batch=1,order=tp-cp-dp-pp"))
