@@ -1,4 +1,4 @@
-"""solve: equal to exhaustive enumeration with the simulator, and to one monolithic program; bounds and memory cuts are sound."""
+"""solve: equal to exhaustive enumeration with the simulator; bounds and memory cuts are sound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from planner.solve_column import solve_column
 from planner.solver import run
 from planner.space import Space, read_wishes
 from profiles.errors import DoesNotFit
-from tests.planner.enumeration import columns, exhaustive, monolithic, small_job
+from tests.planner.enumeration import columns, exhaustive, small_job
 from tests.planner.jobs import decoder, job
 
 
