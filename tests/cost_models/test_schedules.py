@@ -11,7 +11,7 @@ import pytest
 
 from cost_models.dependencies import build, graph
 from cost_models.layout import SCHEDULES, SPLIT_BACKWARD, V_SHAPED, ZERO_BUBBLE
-from cost_models.schedules import check_schedule, group_size, in_flight, order_table, rank_of
+from cost_models.schedules import check_schedule, group_size, in_flight, order_rows, order_table, rank_of
 from profiles.errors import InputError
 
 SHAPES = [
@@ -153,7 +153,7 @@ def test_what_is_held_does_not_depend_on_how_long_the_steady_state_lasts(schedul
 
     for pp in (2, 4):
         m = 24 * pp
-        full = [_in_flight(rank, order) for rank, order in enumerate(order_table(schedule, pp, vpp, m))]
+        full = [_in_flight(rank, rows) for rank, rows in enumerate(order_rows(schedule, pp, vpp, m))]
         assert list(in_flight(schedule, pp, vpp, m)) == full
 
 
