@@ -25,13 +25,10 @@ from profiles.errors import InputError
 
 LEAN = 12
 """Rows that need least memory, looked at for what a job needs that does not fit: bounds pass over what a micro batch costs."""
-
 CLOSE = 0.95
 """Share of the first answer's seconds above which no further family is asked for one."""
-
 SCHEDULES, MICRO_BATCHES = 3, 4
 """Schedules of a row that looks fast answered before the rest is bounded; micro batches of the same degrees tried where memory decides."""
-
 POOR = 1.5
 """Times what the best row promises, beyond which a first answer is poor."""
 
@@ -74,12 +71,14 @@ class Answers:
         """Least bytes of the fullest rank, by row."""
         return self.rows.bytes[0]
 
-    def _hopes(self, bounds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _hopes(self) -> npt.NDArray[np.float64]:
         """About how long a row's best step takes: its bound, the pipeline's idle time, and recompute where memory asks for it."""
         _, plain, tight, _ = self.rows.bytes
         limit = self.job.limit_bytes
         over = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
-        hopes: npt.NDArray[np.float64] = bounds * (1 + self.rows.idle()) * (1 + over / 3) * np.where(tight > limit, 1.4, 1.0)
+        hopes: npt.NDArray[np.float64] = (
+            self.row_bounds * (1 + self.rows.idle()) * (1 + over / 3) * np.where(tight > limit, 1.4, 1.0)
+        )
         return hopes
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ class Answers:
         """Quick answers of rows that look fast, until one fits and the next look little faster: behind a poor answer nothing is cut, and effort
         is spent on what is no better. Where none comes near what rows promise, memory is what decides: rows that fit with all recompute and
         sharding go first then."""
-        hopes = self._hopes(self.row_bounds)
+        hopes = self._hopes()
         self._answers_in_order(left, hopes, 60, 1)
         if self.fastest > POOR * float(hopes[left].min()):
             fits = self.rows.bytes[3] <= self.job.limit_bytes
@@ -224,7 +223,7 @@ class Answers:
         """Answers for further families (other degrees), the most hopeful first, for the runners-up."""
         if not extra or self.best is None:
             return
-        left = left[np.lexsort((left, self._hopes(self.row_bounds)[left]))]
+        left = left[np.lexsort((left, self._hopes()[left]))]
         seen = {family(f.prefix, f.shard) for f in self.found.values()}
         tried: dict[tuple[int, ...], int] = {}
         for i in left:

@@ -2,10 +2,10 @@
 
 1. *rows* (a prefix with a micro batch) are bounded together by arrays: least bytes of any rank, least seconds of a step;
 2. a first answer comes from the most promising rows;
-3. rows that could beat it are expanded into cores (schedule, vpp) and bounded by paths;
+3. rows that could beat it are expanded into cores (schedule, vpp), those of one pipeline bounded together, by paths and memory;
 4. cores are expanded into columns (ZeRO, split of dp, order, dispatcher) and solved one by one, cheapest bound first, until the bound
-   of the next is as good as the answer: dynamic programming where a rank has one chunk, the integer program elsewhere and where that
-   leaves a gap.
+   of the next is as good as the answer: by dynamic programming where a rank has one chunk, by its loads elsewhere and, to prove, where
+   that leaves a gap, which the integer program closes.
 
 Every column is counted once: cut by memory (does not fit with the least recompute and the most sharding), cut by bound, or solved.
 """
