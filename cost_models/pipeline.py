@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cost_models.dependencies import KINDS, Graph, graph, remote_boundaries
 from cost_models.schedules import Action, InFlight, check_schedule, in_flight, order_table, period
 
-__all__ = ["Action", "InFlight", "Interval", "Path", "Timeline", "in_flight", "order_table", "seed_paths", "simulate"]
+__all__ = ["Action", "InFlight", "Interval", "Path", "Timeline", "in_flight", "makespans", "order_table", "seed_paths", "simulate"]
 
 Floats = npt.NDArray[np.float64]
 Durations = Sequence[float] | Floats
@@ -185,22 +185,61 @@ def simulate(
     """
     check_schedule(schedule, pp, vpp, microbatches)
     chunks = pp * vpp
-    transfer = np.where(remote_boundaries(schedule, pp, chunks), _by(p2p, chunks), 0.0)
     f, b, w = _by(forward, chunks), _by(backward_input, chunks), _by(backward_weight, chunks)
-    lags = transfer.tolist()
-    if blocking:
-        f, b, lags = f + transfer, b + np.concatenate([[0.0], transfer[:-1]]), [0.0] * chunks
-    paired_f, paired_b = f - _by(hidden_forward, chunks), b + w - _by(hidden_backward, chunks)
-    durations = [f, b, w, b + w, paired_f, paired_b, np.zeros(1), _by(starts, pp)]
-    shape = _Shape(
-        (schedule, pp, vpp, microbatches), np.concatenate(durations).tolist(), [0.0, *lags, *lags], _by(ends, pp).tolist(), blocking
-    )
+    transfer = np.where(remote_boundaries(schedule, pp, chunks), _by(p2p, chunks), 0.0)
+    hidden = _by(hidden_forward, chunks), _by(hidden_backward, chunks)
+    durations, lags = _durations(f, b, w, hidden, transfer, blocking, _by(starts, pp))
+    shape = _Shape((schedule, pp, vpp, microbatches), durations.tolist(), lags, _by(ends, pp).tolist(), blocking)
     for shorter, skipped in _shorter(schedule, pp, vpp, microbatches):
         found = _extrapolated(shape, shorter, skipped)
         if found:
             return found
     whole = graph(schedule, pp, vpp, microbatches)
     return _timeline(shape, whole, whole.times(shape.durations, shape.lags))
+
+
+def makespans(
+    schedule: str,
+    pp: int,
+    vpp: int,
+    microbatches: int,
+    forward: Floats,
+    backward_input: Floats,
+    backward_weight: Floats,
+    p2p: float | Durations = 0.0,
+    *,
+    blocking: bool = False,
+    starts: float | Durations = 0.0,
+    ends: float | Durations = 0.0,
+) -> Floats:
+    """``simulate(...).seconds`` of many durations, row by row (row x chunk), the schedule walked once for all; its pairs hide nothing."""
+    chunks, nothing = pp * vpp, (np.zeros(pp * vpp), np.zeros(pp * vpp))
+    transfer = np.where(remote_boundaries(schedule, pp, chunks), _by(p2p, chunks), 0.0)
+    durations, lags = _durations(forward, backward_input, backward_weight, nothing, transfer, blocking, _by(starts, pp))
+    seconds = list(np.ascontiguousarray(durations.T))
+    whole = graph(schedule, pp, vpp, microbatches)
+    table = np.zeros((len(whole.kind) + 1, len(forward)))
+    ended = list(table)
+    for out, before, source, lag, kind in zip(ended[1:], whole.before, whole.source, whole.lag, whole.kind, strict=True):
+        if source:
+            np.add(ended[source], lags[lag], out=out)
+            np.maximum(out, ended[before], out=out)
+            np.add(out, seconds[kind], out=out)
+        else:
+            np.add(ended[before], seconds[kind], out=out)
+    longest: Floats = (table[whole.ends] + _by(ends, pp)[:, None]).max(axis=0)
+    return longest
+
+
+def _durations(
+    f: Floats, b: Floats, w: Floats, hidden: tuple[Floats, Floats], transfer: Floats, blocking: bool, starts: Floats
+) -> tuple[Floats, list[float]]:
+    """(durations as ``Graph.kind`` numbers them, on the last axis; lags as ``Graph.lag`` does)."""
+    lags = transfer.tolist()
+    if blocking:
+        f, b, lags = f + transfer, b + np.concatenate([[0.0], transfer[:-1]]), [0.0] * len(lags)
+    rest = np.broadcast_to(np.concatenate([[0.0], starts]), (*f.shape[:-1], 1 + len(starts)))
+    return np.concatenate([f, b, w, b + w, f - hidden[0], b + w - hidden[1], rest], axis=-1), [0.0, *lags, *lags]
 
 
 def _extrapolated(shape: _Shape, shorter: int, skipped: int) -> Timeline | None:

@@ -396,15 +396,16 @@ class Column:
             self._stage_ends[key] = self.ends(rank, [self.chunk(mix, first=first, last=last, tail=self.tail_of(mix))])
         return self._stage_ends[key]
 
-    def simulate(self, mixes: Sequence[Mix]) -> Timeline:
-        """The exact timeline of a choice: one mix a chunk, in model order."""
+    def laid(self, mixes: Sequence[Mix]) -> tuple[list[ChunkSeconds], list[float], list[float]]:
+        """(chunks, seconds at each rank's start, at its end) of one mix a chunk, in model order."""
         tail = self.tail_of(mixes[-1])
         chunks = [self.chunk(mix, first=c == 0, last=c == self.chunks - 1, tail=tail) for c, mix in enumerate(mixes)]
-        starts, ends = [], []
-        for rank in range(self.layout.pp):
-            start, end = self.ends(rank, [chunks[c] for c in ranks_chunks(self.layout, rank)])
-            starts.append(start)
-            ends.append(end)
+        ends = [self.ends(rank, [chunks[c] for c in ranks_chunks(self.layout, rank)]) for rank in range(self.layout.pp)]
+        return chunks, [start for start, _ in ends], [end for _, end in ends]
+
+    def simulate(self, mixes: Sequence[Mix]) -> Timeline:
+        """The exact timeline of a choice: one mix a chunk, in model order."""
+        chunks, starts, ends = self.laid(mixes)
         layout = self.layout
         return simulate(
             layout.schedule, layout.pp, layout.vpp, self.microbatches,

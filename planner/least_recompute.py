@@ -94,7 +94,7 @@ def _menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class RankMixes:
     """What a rank's mixes are chosen under: ``room`` bytes; by chunk moment x mix ``loads`` bytes of its microbatches and ``beside`` what
     exists besides while it runs; ``menus``."""
 
@@ -126,17 +126,17 @@ def _least(
     fitting: Fitting, policy: Policy, rank: int, spans: Sequence[tuple[int, int]], weights: tuple[float, ...]
 ) -> tuple[float, list[Mix] | None]:
     static = fitting.static(rank, spans)
-    bare = rank_memory(fitting.job, 0, static, Peak(0.0, 0.0, "")).needed
-    if max(bare, rank_memory(fitting.job, 0, static, Peak(0.0, static.update, "")).needed) > fitting.limit:
+    if max(_bare(fitting, static), rank_memory(fitting.job, 0, static, Peak(0.0, static.update, "")).needed) > fitting.limit:
         return float("inf"), None
     quickest = [min(_rated(fitting, policy, fitting.counts(*span)), key=lambda one: one[0]) for span in spans]
     fastest = [mix for _, mix in quickest]
     if _needed(fitting, static, rank, fastest) <= fitting.limit:
         return sum(w * seconds for w, (seconds, _) in zip(weights or [1.0] * len(spans), quickest, strict=True)), fastest
-    menus = [menu(fitting, policy, fitting.counts(*span), c) for c, span in zip(fitting.held(rank), spans, strict=True)]
+    choices = rank_mixes(fitting, policy, rank, spans)
+    menus = choices.menus
     if weights:
         menus = [replace(one, seconds=weight * one.seconds) for one, weight in zip(menus, weights, strict=True)]
-    bound, seconds, picks = _combinations(_rank(fitting, static, rank, menus, bare))
+    bound, seconds, picks = _combinations(replace(choices, menus=menus))
     for i in np.argsort(seconds, kind="stable")[:CHECKED]:
         mixes = [one.mixes[p] for one, p in zip(menus, picks[i], strict=True)]
         if _needed(fitting, static, rank, mixes) <= fitting.limit:
@@ -149,7 +149,15 @@ def _needed(fitting: Fitting, static: Fixed, rank: int, mixes: Sequence[Mix]) ->
     return fitting.total(static, chunks, fitting.snapshots[rank])
 
 
-def _rank(fitting: Fitting, static: Fixed, rank: int, menus: Sequence[Menu], bare: float) -> _Rank:
+def _bare(fitting: Fitting, static: Fixed) -> float:
+    """Device bytes of a rank without any activations."""
+    return float(rank_memory(fitting.job, 0, static, Peak(0.0, 0.0, "")).needed)
+
+
+def rank_mixes(fitting: Fitting, policy: Policy, rank: int, spans: Sequence[tuple[int, int]]) -> RankMixes:
+    """What the mixes of a rank whose chunks hold ``spans`` are chosen under."""
+    static = fitting.static(rank, spans)
+    menus = [menu(fitting, policy, fitting.counts(*span), c) for c, span in zip(fitting.held(rank), spans, strict=True)]
     table = np.array([[(alive, held) for _, alive, held in s] for s in fitting.snapshots[rank]], float)
     whole = (table[:, :, 1].sum(axis=1) == 0) & (fitting.layout.schedule not in ZERO_BUBBLE)
     gathered = np.array([_gathered(static)[name] for name in MOMENTS])[:, None]
@@ -161,10 +169,10 @@ def _rank(fitting: Fitting, static: Fixed, rank: int, menus: Sequence[Menu], bar
         at = np.where(AFTER, held > 0, (alive > 0) & (whole | LOSS))  # moment of MOMENTS x moment of the schedule
         most = np.where(at[:, :, None], (one.beside + gathered)[:, None], -np.inf).max(axis=0)
         beside.append(np.maximum(most, floor))
-    room = (fitting.limit - bare) / fitting.job.execution.slack - static.lasting
+    room = (fitting.limit - _bare(fitting, static)) / fitting.job.execution.slack - static.lasting
     if "activations" in fitting.layout.offload:
         room = 1e30
-    return _Rank(room * (1 + ROUNDING) + len(menus) * GRAIN, loads, beside, menus)
+    return RankMixes(room * (1 + ROUNDING) + len(menus) * GRAIN, loads, beside, menus)
 
 
 def _gathered(static: Fixed) -> dict[str, float]:
@@ -173,7 +181,7 @@ def _gathered(static: Fixed) -> dict[str, float]:
     return dict(beyond_kept(ChunkMemory(loss=0, head=0), 1, 1, (loss, backward), True))
 
 
-def _combinations(rank: _Rank) -> tuple[float, Floats, Ints]:
+def _combinations(rank: RankMixes) -> tuple[float, Floats, Ints]:
     """(a bound, seconds of combinations within the room, mix of each chunk): the bound is the least of them where all that could be it
     were built up."""
     if prod(len(m.mixes) for m in rank.menus) <= WHOLE:
@@ -187,7 +195,7 @@ def _combinations(rank: _Rank) -> tuple[float, Floats, Ints]:
     return (float(seconds.min(initial=np.inf)) if whole else least), seconds, picks
 
 
-def _grown(rank: _Rank, slack: float, multiplier: Floats) -> tuple[Floats, Ints, bool]:
+def _grown(rank: RankMixes, slack: float, multiplier: Floats) -> tuple[Floats, Ints, bool]:
     """(seconds, mix of each chunk) of combinations within the room, chunk by chunk, whose seconds and priced bytes exceed the least of
     each chunk by ``slack`` at most; whether none had to be left out."""
     loads, beside, chunks = rank.loads, rank.beside, len(rank.menus)
@@ -225,7 +233,7 @@ def _apart(used: Floats, most: Floats, over: Floats) -> Ints:
     return order[np.sort(first)]
 
 
-def _relaxed(rank: _Rank) -> tuple[Floats, float, float] | None:
+def _relaxed(rank: RankMixes) -> tuple[Floats, float, float] | None:
     """(price of a byte by moment, seconds of a combination that fits, least seconds of any) by halving the price of the moment that is
     fullest without recompute; None where no combination fits."""
     chunks, most = np.arange(len(rank.menus)), max(len(one.mixes) for one in rank.menus)

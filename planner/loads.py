@@ -12,16 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from cost_models.dependencies import graph
-from cost_models.pipeline import Path
+from cost_models.pipeline import Path, makespans
 from planner.columns import Column, Mix
 from planner.fitting import Fitting, Policy
 from planner.least_recompute import least_recompute, menu
 from planner.load_rows import LoadRows, Option, ends, simulated
+from planner.polish import polished
 from planner.program import Answer, Block, Pattern, Program
 from planner.recompute_tables import NEVER
 from planner.shapes import Costs, Shape
@@ -97,8 +99,10 @@ def best_loads(
         stalled[i] = 0 if loads.bounds[i] > before else stalled[i] + 1
         if prove and (stalled[i] >= STALLED or tries[i] >= TRIES):
             tries[i] = TRIES
-            exact = loads.solved(i, min(bar, best.seconds), deadline) if programs > 0 else None
-            best, programs = best if exact is None or exact.seconds >= best.seconds else exact, programs - 1
+            best = loads.polished(i, best, gap)
+            if programs > 0 and step(loads.bounds[i]) < min(bar, best.seconds) * (1 - gap):
+                exact = loads.solved(i, min(bar, best.seconds), deadline)
+                best, programs = best if exact is None or exact.seconds >= best.seconds else exact, programs - 1
     return best, min(float(step(loads.bounds.min())), float(step(beyond)), best.seconds if best else limit, limit)
 
 
@@ -128,20 +132,15 @@ def _plain_seconds(column: Column, counts: Ints) -> Floats:
     """Seconds of the pipeline by row of ``counts`` (row x chunk x kind) without recompute and ends, the schedule run for all rows at once; 0
     where that is too much to do, or not worth it."""
     layout, u = column.layout, column.units
-    whole = graph(layout.schedule, layout.pp, layout.vpp, column.microbatches)
+    table = layout.schedule, layout.pp, layout.vpp, column.microbatches
+    whole = graph(*table)
     if len(counts) < WORTH or len(whole.kind) * len(counts) > RUN or whole.paired:
         return np.zeros(len(counts))
     f, b, w = (counts @ u.least[:, i] for i in range(3))
     for part, first, last in zip((f, b, w), u.embedding, u.least_head, strict=True):
         part[:, 0] += first
         part[:, -1] += last
-    nothing = np.zeros((1 + layout.pp, len(counts)))
-    durations = np.concatenate([f.T, b.T, w.T, (b + w).T, f.T, (b + w).T, nothing])
-    ended = np.zeros((len(whole.kind) + 1, len(counts)))
-    for node, (before, source, kind) in enumerate(zip(whole.before, whole.source, whole.kind, strict=True), 1):
-        ended[node] = np.maximum(ended[before], ended[source]) + durations[kind]
-    out: Floats = ended[whole.ends].max(axis=0)
-    return out
+    return makespans(*table, f, b, w, column.transfer, blocking=column.blocking)
 
 
 @dataclass
@@ -162,6 +161,8 @@ class _Loads:
     def __post_init__(self) -> None:
         self.bounds, self.parts, self.known = np.zeros(len(self.rows)), [], 0
         self.weighed: dict[tuple[int, int, int], tuple[float, list[Mix] | None]] = {}
+        self.answers: dict[int, Answer] = {}
+        """By row: the best answer with its loads."""
         self.critical: dict[int, tuple[int, int]] = {}
         """By row: how many paths were longest, and which row of the paths is their mean."""
         tables = self.shape.again(self.costs, self.column.layers)
@@ -264,7 +265,10 @@ class _Loads:
                 found = self.weighed.get((rank, place, self.critical[row][1]))
                 if found is not None and found[1] is not None:
                     mixes[rank] = found[1]
-        return simulated(column, fitting, self.policies, tuple(of[c] for c in range(column.chunks)), mixes)
+        answer = simulated(column, fitting, self.policies, tuple(of[c] for c in range(column.chunks)), mixes)
+        if answer is not None and (row not in self.answers or answer[0].seconds < self.answers[row].seconds):
+            self.answers[row] = answer[0]
+        return answer
 
     def lengthen(self) -> None:
         """Measure the rows along the paths that were found since."""
@@ -309,6 +313,15 @@ class _Loads:
             out += (f * one + b * other + w * weight) @ counts[:, :, kind].T
         return out
 
+    def polished(self, row: int, best: Answer, gap: float) -> Answer:
+        """The better of the best answer and the neighbours of a row's best, until that row is closed."""
+        step, one = self.column.step, self.answers[row]
+        if step(self.bounds[row]) < best.seconds * (1 - gap):
+            for policy in self.policies:
+                one = polished(self.column, self.fitting, policy, one, float(step(self.bounds[row])) / (1 - gap))
+            self.lengthen()
+        return one if one.seconds < best.seconds else best
+
     def solved(self, row: int, bar: float, deadline: float | None) -> Answer | None:
         """A row's recompute by the integer program (``planner.program``), its layers given: its best answer below ``bar`` seconds."""
         column, chosen = self.column, self.chosen(row)
@@ -322,7 +335,14 @@ class _Loads:
             ]
             block = Block(column, self.fitting, policy, patterns, [(o.start, o.end) for o in chosen])
             program = Program([block], bar)
-            answer = program.solve(nodes=NODES, rounds=TRIES, gap=EXACT / 2, deadline=deadline)
+            answer = program.solve(
+                nodes=NODES,
+                rounds=TRIES,
+                floor=float(column.step(self.bounds[row])),
+                gap=EXACT / 2,
+                deadline=deadline,
+                polish=partial(polished, column, self.fitting, policy),
+            )
             if answer is None and program.stopped:
                 return best
             if answer is not None:

@@ -19,7 +19,7 @@ difference stays in the gap.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,6 +57,10 @@ class Answer:
     column: Column
     bound: float
     cuts: int = 0
+
+
+Polish = Callable[[Answer, float], Answer]
+"""(an answer, the seconds that are enough) -> it, or a faster one of its column."""
 
 
 @dataclass
@@ -193,16 +197,24 @@ class Program:
     # -- solving ----------------------------------------------------------------------------------------------------
 
     def solve(
-        self, *, rounds: int = 60, nodes: int = 20_000, floor: float = 0.0, deadline: float | None = None, gap: float = TOLERANCE
+        self,
+        *,
+        rounds: int = 60,
+        nodes: int = 20_000,
+        floor: float = 0.0,
+        deadline: float | None = None,
+        gap: float = TOLERANCE,
+        polish: Polish | None = None,
     ) -> Answer | None:
         """Cut until the answer's makespan is within ``gap`` of the bound. None: no choice is faster than ``limit`` (or fits), unless
-        ``stopped``: rounds,
-        nodes or the ``deadline`` (``time.monotonic()``) ended it before it knew."""
+        ``stopped``: rounds, nodes or the ``deadline`` (``time.monotonic()``) ended it before it knew. ``polish``: an answer near one
+        that is longer than the bound says."""
         from planner.solver import bound_of, run
 
         best: Answer | None = None
         bound = floor
         for _ in range(rounds):
+            self.z.lowBound = bound / self.scale
             if np.isfinite(self.limit):
                 self.z.upBound = min(self.limit, best.seconds if best else self.limit) / self.scale
             left = None if deadline is None else deadline - time.monotonic()
@@ -226,8 +238,11 @@ class Program:
                 continue
             timeline = block.column.simulate(mixes)
             seconds = block.column.step(timeline.seconds)
-            if best is None or seconds < best.seconds:
-                best = Answer(seconds, stages, mixes, block.column, bound)
+            one = Answer(seconds, stages, mixes, block.column, bound)
+            if polish is not None:
+                one = polish(one, bound * (1 + gap))
+            if best is None or one.seconds < best.seconds:
+                best = one
             best.bound, best.cuts = min(bound, best.seconds), self.cuts
             if best.seconds <= bound * (1 + gap):
                 return best

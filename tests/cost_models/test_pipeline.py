@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cost_models.pipeline as pipeline
-from cost_models.pipeline import seed_paths, simulate
+from cost_models.pipeline import makespans, seed_paths, simulate
 from cost_models.schedules import order_table, rank_of
 
 DATA = Path(__file__).parents[1] / "data"
@@ -80,6 +80,19 @@ def test_the_makespan_equals_that_of_repeated_relaxation(case: Any) -> None:
     (schedule, pp, vpp, m, f, b, w, _), _ = problem(case)
     expected = longest_path(schedule, pp, vpp, m, f, b, w, 0.25)
     assert simulate(schedule, pp, vpp, m, f, b, w, 0.25).seconds == pytest.approx(expected, rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(CASES, st.booleans())
+def test_makespans_of_many_durations_at_once_are_those_one_by_one(case: Any, blocking: bool) -> None:
+    (schedule, pp, vpp, m, *_, p2p), extra = problem(case)
+    ends: dict[str, Any] = {name: extra[name] for name in ("starts", "ends")}
+    f, b, w = np.random.default_rng(case[-1]).random((3, 4, pp * vpp))
+    found = makespans(schedule, pp, vpp, m, f, b, w, p2p, blocking=blocking, **ends)
+    one_by_one = [
+        simulate(schedule, pp, vpp, m, *some, p2p, blocking=blocking, **ends).seconds for some in zip(f, b, w, strict=True)
+    ]
+    assert found == pytest.approx(one_by_one, rel=1e-12)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
