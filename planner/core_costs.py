@@ -12,11 +12,10 @@ from cost_models.chunks import boundary_bytes
 from cost_models.communication import reach
 from cost_models.layout import SPLIT_BACKWARD, V_SHAPED
 from planner.bulk import Bulk, degrees_of
-from planner.bulk_bytes import gathered_of, states_of
-from planner.bulk_sharding import Ends, Sharding
 from planner.flying import Flying, in_flight, ranks_of
 from planner.rows import Rows
 from planner.shapes import Costs
+from planner.splits import Splits
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -45,7 +44,7 @@ class Main:
 
 
 class CoreCosts:
-    """Costs of cores, by row: those of one call have one pipeline, and all have one microbatch or none has."""
+    """Costs of columns by their splits: those of one call have one pipeline."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows, self.job = rows, rows.job
@@ -63,13 +62,10 @@ class CoreCosts:
         numbers, at = np.unique(self.rows.table[rows, 9], return_inverse=True)
         return Flying.of_columns([in_flight(*pipeline, int(m)) for m in numbers], at)
 
-    def passes(self, rows: Ints) -> Bulk:
-        """Seconds of rows' passes without what ZeRO adds."""
-        return self.rows.bulk.take(self.rows.key[rows])
-
-    def seconds(self, rows: Ints, pipeline: Pipeline, bulk: Bulk, ends: Ends | None) -> dict[str, Floats]:
-        """The seconds of ``Costs`` for the passes ``bulk`` of ``rows``, and what they add at ends."""
-        number, chunks, main = len(rows), pipeline[1] * pipeline[2], self.main
+    def seconds(self, splits: Splits, pipeline: Pipeline) -> dict[str, Floats]:
+        """The seconds of ``Costs``."""
+        bulk, ends = splits.bulk, splits.ends
+        number, chunks, main = len(splits), pipeline[1] * pipeline[2], self.main
         least = bulk.b.min(axis=2)
         share = np.zeros(len(main.totals))
         share[:] = main.totals / main.layers if main.kind is None else np.arange(len(share)) == main.kind
@@ -79,73 +75,47 @@ class CoreCosts:
         nothing = np.zeros(number)
         return {
             "f": f, "b": b, "w": w, "again": again, "embedding": bulk.embedding, "head": bulk.head,
-            "transfer": self._transfer(rows) if pipeline[1] > 1 else nothing,
+            "transfer": self._transfer(splits.row) if pipeline[1] > 1 else nothing,
             "hidden": np.stack([f, b], axis=1) if paired else np.zeros((number, 2)),
-            "start": nothing if ends is None else ends.start.min(axis=1), "end": nothing if ends is None else ends.end.min(axis=1),
-            "end_own": nothing if ends is None else ends.end_own.min(axis=1),
-            "least": nothing if ends is None else ends.start_least + ends.end_least,
+            "start": ends.start.min(axis=1), "end": ends.end.min(axis=1), "end_own": ends.end_own.min(axis=1),
+            "least": ends.start_least + ends.end_least,
             "credit": np.zeros((number, chunks)) if self.leading(pipeline[1]) else self._credit(bulk, f + b + w, chunks),
             "ahead": np.stack([x[:, main.pattern[0]] for x in (bulk.f, least, bulk.w)], axis=1),
         }  # fmt: skip
 
-    def quick(self, rows: Ints, pipeline: Pipeline) -> Costs:
-        """Costs of rows without memory, ZeRO, and ends: for a first look."""
-        seconds, number, pp = self.seconds(rows, pipeline, self.passes(rows), None), len(rows), pipeline[1]
-        none = np.zeros((number, pp))
+    def timed(self, splits: Splits, pipeline: Pipeline) -> Costs:
+        """Costs of columns, memory left out."""
+        number, pp = len(splits), pipeline[1]
+        none, nothing = np.zeros((number, pp)), np.zeros(number)
+        seconds = self.seconds(splits, pipeline)
+        kept, ahead = np.zeros_like(seconds["again"]), np.zeros((number, 3))
         return Costs(
             **seconds,
-            state=np.zeros(number),
-            kept=np.zeros_like(seconds["again"]),
-            waits=np.zeros(number),
-            above=np.zeros(number),
+            state=nothing,
+            kept=kept,
+            waits=nothing,
+            above=nothing,
             room=none,
             spare=none,
             lighter=none,
-            ahead_bytes=np.zeros((number, 3)),
+            ahead_bytes=ahead,
         )
 
-    def costs(
-        self, rows: Ints, pipeline: Pipeline, zero: int, shard: Ints, *, bare: bool = False, bulk: Bulk | None = None
-    ) -> Costs:
-        """Costs of rows under a ZeRO stage over ``shard`` ways of data parallelism; ``bare``: without its collectives, over all of it;
-        ``bulk``: with these seconds of passes, its collectives included."""
-        at, k, once = self.rows.at[rows], self.rows.key[rows], bool((self.rows.table[rows, 9] == 1).all())
-        held, flying = self.rows.held_once if once else self.rows.held, self.flying(pipeline, rows)
-        table = self.rows.prefix_table[at]
-        room, gathered = held.room[at], gathered_of(self.job, table, table[:, 7] if bare else shard, zero)
-        if bare:
-            seconds = self.seconds(rows, pipeline, self.passes(rows), None)
-            states = held.state[zero][at], held.embedding[zero][at], held.head[zero][at]
-            return Costs(**seconds, **self.bytes(pipeline, flying, *states, room, k, gathered))
-        sharding = Sharding(self.job, table, shard, zero)
-        offload = self.rows.space.may_offload
-        sharding.degrees_offload = offload
-        if bulk is None:
-            bulk = sharding.add(self.passes(rows))
-        seconds = self.seconds(rows, pipeline, bulk, sharding.ends(bulk))
-        state, embedding, head = states_of(self.job, table, shard, zero, offload=offload, once=once)
-        return Costs(**seconds, **self.bytes(pipeline, flying, state, embedding, head, room, k, gathered))
+    def costs(self, splits: Splits, pipeline: Pipeline) -> Costs:
+        """Costs of columns."""
+        return Costs(**self.seconds(splits, pipeline), **self.bytes(splits, pipeline))
 
-    def bytes(
-        self,
-        pipeline: Pipeline,
-        flying: Flying,
-        state: Floats,
-        embedding: Floats,
-        head: Floats,
-        whole: Floats,
-        k: Ints,
-        gathered: Floats,
-    ) -> dict[str, Floats]:
-        """The bytes of ``Costs``: ``state`` column x kind; by column ``embedding``, ``head``, ``whole`` room, what is ``gathered`` in a layer's
-        backward; ``k`` keys."""
+    def bytes(self, splits: Splits, pipeline: Pipeline) -> dict[str, Floats]:
+        """The bytes of ``Costs``."""
         schedule, pp, _ = pipeline
+        flying, k = self.flying(pipeline, splits.row), self.rows.key[splits.row]
+        state, gathered, whole = splits.state, splits.gathered, self.rows.held.room[self.rows.at[splits.row]]
         parts, main, kept = self.rows.kept, self.main, self.rows.kept.kept[k]
         last = 0 if schedule in V_SHAPED else pp - 1
         split = schedule in SPLIT_BACKWARD
         room = np.repeat((whole - (parts.message[k] if pp > 1 else 0.0))[:, None], pp, axis=1)
-        room[:, 0] -= embedding
-        room[:, last] -= head + parts.tail[k] * np.maximum(0.0, flying.tail[..., last] - split)
+        room[:, 0] -= splits.embedding
+        room[:, last] -= splits.head + parts.tail[k] * np.maximum(0.0, flying.tail[..., last] - split)
         spare = np.zeros((len(k), pp))
         spare[:, last] = parts.tail[k]
         if split:

@@ -77,6 +77,23 @@ class Costs:
         """Column x (f, b, w): seconds by which a leading layer is quicker."""
         return np.maximum(0.0, np.stack([self.f, self.b, self.w], axis=1) - self.ahead)
 
+    def roomy(self, flying: Flying, vpp: int, layers: int, leading: int) -> Bools:
+        """Whether the ranks of a column have room for all layers in the mode that keeps least, a rank's chunks as even as they can be;
+        ``leading``: layers of another kind before all others."""
+        kept, good = self.kept.min(axis=1)[:, None], np.ones(len(self), bool)
+        ahead = np.maximum(0.0, leading - np.arange(self.room.shape[1]))
+        for moment in flying.moments:
+            each = np.stack([self.state[:, None] + g.alive * kept + g.waiting * self.waits[:, None] for g in moment])
+            room = self.room + self.lighter + 1.0 + sum(g.waiting for g in moment) * self.above[:, None]
+            if leading:
+                state, keeps, waits = (self.ahead_bytes[:, i, None] for i in range(3))
+                room = room + ahead * np.maximum(0.0, each[0] - state - moment[0].alive * keeps - moment[0].waiting * waits)
+            one = np.maximum(each.mean(axis=0), 1e-30)
+            odd = each.max(axis=0) - one if len(moment) > 1 else 0.0
+            most = np.floor((room + odd) / one + ROUNDING)
+            good &= (most >= vpp).all(axis=1) & (np.minimum(most, layers).sum(axis=1) >= layers)
+        return good
+
     def take(self, at: Any) -> Costs:
         """The columns ``at``."""
         return Costs(*(getattr(self, name)[at] for name in self.__dataclass_fields__))
@@ -94,9 +111,49 @@ class Costs:
         return b"".join(np.ascontiguousarray(getattr(self, name)).tobytes() for name in self.__dataclass_fields__)
 
 
-Need = tuple[Ints, Floats | None]
-"""Paths, and of those column x path x number of layers: seconds of so many with the recompute that memory asks for (None: memory is left
-out)."""
+@dataclass(frozen=True)
+class _Dealt:
+    """Seconds of a rank's own layers along paths, memory left out: column x path, of one in ``each`` of its chunks; of 1, 2, ... ``more``,
+    by way in which they may be dealt."""
+
+    each: Floats
+    more: tuple[Floats, ...]
+
+    def take(self, at: Ints) -> _Dealt:
+        """The columns ``at``."""
+        return _Dealt(self.each[at], tuple(way[at] for way in self.more))
+
+    def most(self, room: Floats) -> Floats:
+        """Column x path: most layers within ``room`` seconds."""
+        chunks = 1 + self.more[0].shape[2]
+        rounds: Floats = np.floor(room / self.each + ROUNDING)
+        if chunks == 1:
+            return rounds
+        left = (room - (rounds - ROUNDING) * self.each)[:, :, None]
+        rest: Ints = np.max([np.count_nonzero(way <= left, axis=2) for way in self.more], axis=0)
+        out: Floats = rounds * chunks + rest
+        return out
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Column x path x number of layers: seconds of so many, or more, with the recompute that memory asks for."""
+
+    seconds: Floats
+
+    def take(self, at: Ints) -> _Whole:
+        """The columns ``at``."""
+        return _Whole(self.seconds[at])
+
+    def most(self, room: Floats) -> Floats:
+        """Column x path: most layers within ``room`` seconds; without end where all that are counted are."""
+        out: Floats = np.count_nonzero(self.seconds <= room[:, :, None], axis=2).astype(float)
+        out[out == self.seconds.shape[2]] = np.inf
+        return out
+
+
+Need = tuple[Ints, _Dealt | _Whole]
+"""Paths, and what whole layers ask for along them."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +168,7 @@ class _Known:
 
     def take(self, at: Ints) -> _Known:
         """The columns ``at``."""
-        needs = [(paths, None if whole is None else whole[at]) for paths, whole in self.needs]
+        needs = [(paths, need.take(at)) for paths, need in self.needs]
         return _Known(self.costs.take(at), self.fixed[at], self.quicker[at], needs)
 
 
@@ -154,36 +211,25 @@ class Shape:
         """What every rank has in flight."""
         return in_flight(self.schedule, self.pp, self.vpp, self.microbatches)
 
-    def ranks_hold(self, c: Costs, flying: Flying, budget: Floats, layers: int) -> Bools:
-        """Whether ranks that have ``budget`` seconds (column x rank) for their layers' work on one microbatch, and their
-        memory, can hold all layers; columns of any number of microbatches, with what they have in ``flying``."""
-        each = c.f + c.b + c.w - c.hidden.sum(axis=1)
-        ranks, tables = np.arange(self.pp), self._tables(c, flying, layers)
-        quicker = np.where(ranks < self.leading, c.quicker.sum(axis=1)[:, None], 0.0)
-        work = (each[:, None] * np.arange(1, tables[0].shape[2] + 1))[:, None, :]
-        most = self._capacity(c, self._needs(tables, work, np.ones(self.pp), ranks), budget, quicker, layers)
-        good: Bools = (most >= self.vpp).all(axis=1) & (most.sum(axis=1) >= layers)
-        return good
-
     def again(self, c: Costs, layers: int) -> list[Floats]:
         """By number of leading layers on a rank, of the ranks that may hold so many: ``recompute_tables.least_again``; of one column in
         whole layers."""
         if len(c) > 1:
-            return self._tables(c, self.flying, layers)
+            return self._tables(c, layers)
         mark = c.mark()
         if mark not in self._again:
             find = partial(least_again_in_whole_layers, tried=-(-layers // self.pp) + 2)
-            self._again = {mark: self._tables(c, self.flying, layers, find)}
+            self._again = {mark: self._tables(c, layers, find)}
         return self._again[mark]
 
-    def _tables(self, c: Costs, flying: Flying, layers: int, find: Callable[..., Floats] = least_again) -> list[Floats]:
+    def _tables(self, c: Costs, layers: int, find: Callable[..., Floats] = least_again) -> list[Floats]:
         top = min(layers - (self.pp - 1) * self.vpp, 2 * -(-layers // self.pp) + 4)
         first = c.ahead_bytes[:, 0], c.ahead_bytes[:, 1], c.ahead_bytes[:, 2]
         bytes_ = Bytes(c.state, c.kept, c.again, c.waits, c.above, c.room + c.lighter, c.spare, first)
         out = []
         for some in range(self.leading + 1):
             ranks = self.leading - some + 1 if some else self.pp
-            mine, here = bytes_.ranks(ranks), ([group.ranks(ranks) for group in moment] for moment in flying.moments)
+            mine, here = bytes_.ranks(ranks), ([group.ranks(ranks) for group in moment] for moment in self.flying.moments)
             out.append(np.max([find(mine, moment, top, some) for moment in here], axis=0))
         return out
 
@@ -198,81 +244,81 @@ class Shape:
         layers: int,
         *,
         memory: bool,
-        again: list[Floats] | None = None,
         known: _Known | None = None,
     ) -> tuple[Bools, Floats, Floats]:
-        """(whether a column may be done in ``seconds`` of pipeline, fewest and most layers of each rank if it is). ``again``: what
-        memory asks for, ``known``: what the columns cost along paths, where that is known."""
+        """(whether a column may be done in ``seconds`` of pipeline, fewest and most layers of each rank if it is). ``known``: what
+        the columns cost along paths, where that is known."""
+        if known is None:
+            known = self.known(c, self.again(c, layers) if memory else [])
         number = len(c)
         low = np.full((number, self.pp), float(self.vpp))
         high = np.full((number, self.pp), float(layers - (self.pp - 1) * self.vpp))
-        alive = np.zeros(number, bool)
-        at = np.arange(number)
-        if known is None:
-            known = self.known(c, [] if not memory else self.again(c, layers) if again is None else again)
+        alive, open_ = np.zeros(number, bool), np.ones(number, bool)
+        some = np.arange(number)  # those looked at: fewer once most of them are settled
         for _ in range(ROUNDS):
+            at = np.flatnonzero(open_[some])
             if not len(at):
                 break
-            here = known if len(at) == number else known.take(at)
-            new = self._most_of_ranks(here, seconds[at], low[at], high[at], layers)
+            if 2 * len(at) < len(some):
+                some, known = some[at], known.take(at)
+            new = self._most_of_ranks(known, seconds[some], low[some], high[some], layers)
             total = new.sum(axis=1)
-            good = (new >= self.vpp).all(axis=1) & (total >= layers)
-            floor = np.maximum(low[at], layers - (total[:, None] - new))
-            settled = good & (new == high[at]).all(axis=1) & (floor == low[at]).all(axis=1)
-            high[at], low[at] = np.maximum(new, 0.0), floor
-            alive[at[settled]] = True
-            at = at[good & ~settled]
-        alive[at] = True
+            good = open_[some] & (new >= self.vpp).all(axis=1) & (total >= layers)
+            floor = np.maximum(low[some], layers - (total[:, None] - new))
+            settled = good & (new == high[some]).all(axis=1) & (floor == low[some]).all(axis=1)
+            now = open_[some]
+            high[some[now]], low[some[now]] = np.maximum(new, 0.0)[now], floor[now]
+            alive[some[settled]] = True
+            open_[some] = good & ~settled
+        alive |= open_
         return alive, low, high
 
     def known(self, c: Costs, tables: list[Floats]) -> _Known:
         """What columns cost along the paths kept so far; ``tables``: of ``again``, none where memory is left out."""
         t = self.table
         least = np.where(t.least_b >= 1, t.least_b - HIDDEN * t.ends, t.least_b)
-        work = t.work(c, tables[0].shape[2]) if tables else None
-        return _Known(c, self._fixed(c), c.quicker @ t.lead_own, self._needs(tables, work, least, t.rank))
+        return _Known(c, self._fixed(c), c.quicker @ t.lead_own, self._needs(c, tables, least))
 
     def _most_of_ranks(self, known: _Known, seconds: Floats, low: Floats, high: Floats, layers: int) -> Floats:
         """Column x rank: the most whole layers that every path leaves time, and the rank has room for; less than nothing where
         the others' least is too long already."""
         budget = seconds[:, None] - known.fixed - self._others(known.costs, low, high, layers)
-        most = self._capacity(known.costs, known.needs, budget, known.quicker, layers)
-        by_rank = np.full((self.pp, len(known.costs)), np.inf)
-        np.minimum.at(by_rank, self.table.rank, most.T)
-        out: Floats = np.minimum(high, by_rank.T)
+        most = self._capacity(known.needs, budget, known.quicker, layers)
+        out, t = high.copy(), self.table
+        some = t.rank[t.starts_of_rank]
+        out[:, some] = np.minimum(out[:, some], np.minimum.reduceat(most, t.starts_of_rank, axis=1))
         return out
 
-    def _needs(self, tables: list[Floats], work: Floats | None, again: Floats, rank: Ints) -> list[Need]:
-        """What whole layers ask for, by number of leading ones: n layers take ``work`` seconds (column x path x n; one path: alike for
-        all), their recompute ``again`` times its seconds."""
-        out: list[Need] = []
+    def _needs(self, c: Costs, tables: list[Floats], again: Floats) -> list[Need]:
+        """What whole layers ask for, by number of leading ones: their recompute ``again`` times its seconds."""
+        t, out = self.table, list[Need]()
+        work = t.work(c, tables[0].shape[2]) if tables else None
+        dealt = None if tables else t.dealt(c)
         for leading in range(self.leading + 1):
-            at = np.flatnonzero(rank + leading <= self.leading) if leading else np.arange(len(rank))
+            at = np.flatnonzero(t.rank + leading <= self.leading) if leading else np.arange(len(t.rank))
             if not len(at):
                 break
-            whole = None
-            if work is not None:
-                table = tables[leading][:, rank[at]]
-                each = work if work.shape[1] in (1, len(at)) else work[:, at]
-                whole = each - ROUNDING * each[:, :, :1] + again[at, None] * table
-                whole[table >= NEVER] = np.inf
-            out.append((at, whole))
+            if work is None:
+                assert dealt is not None
+                out.append((at, dealt if not leading else _Dealt(dealt.each[:, at], tuple(way[:, at] for way in dealt.more))))
+                continue
+            table, each = tables[leading][:, t.rank[at]], work[:, at]
+            whole = each - ROUNDING * each[:, :, :1] + again[at, None] * table
+            whole[table >= NEVER] = np.inf
+            out.append((at, _Whole(np.minimum.accumulate(whole[:, :, ::-1], axis=2)[:, :, ::-1])))
         return out
 
-    def _capacity(self, c: Costs, needs: list[Need], budget: Floats, quicker: Floats, layers: int) -> Floats:
+    def _capacity(self, needs: list[Need], budget: Floats, quicker: Floats, layers: int) -> Floats:
         """Column x path: most whole layers within ``budget`` seconds, a leading one taking ``quicker`` less; -1 where there is less than
         nothing."""
         best = np.full(budget.shape, -1.0)
-        for leading, (at, whole) in enumerate(needs):
-            room = budget[:, at] + leading * quicker[:, at]
-            if whole is None:
-                most = self.table.most_within(c, np.clip(room, 0.0, NEVER), at)
+        for leading, (at, need) in enumerate(needs):
+            room = budget + leading * quicker if len(at) == budget.shape[1] else budget[:, at] + leading * quicker[:, at]
+            most = np.where(room < 0, -1.0, np.minimum(need.most(np.clip(room, 0.0, NEVER)), layers))
+            if len(at) == budget.shape[1]:
+                np.maximum(best, most, out=best)
             else:
-                top = whole.shape[2]
-                fit = whole <= room[:, :, None]
-                most = np.where(fit.any(axis=2), top - fit[:, :, ::-1].argmax(axis=2), 0).astype(float)
-                most = np.where(most == top, float(layers), most)
-            best[:, at] = np.maximum(best[:, at], np.where(room < 0, -1.0, most))
+                best[:, at] = np.maximum(best[:, at], most)
         return best
 
     def _fixed(self, c: Costs) -> Floats:
@@ -307,13 +353,11 @@ class Shape:
         out: Floats = weighed @ (self.table.bare if c.hidden.any() else self.table.other)
         return out
 
-    def least(
-        self, c: Costs, low: Floats, high: Floats, layers: int, *, steps: int = 14, again: list[Floats] | None = None
-    ) -> Floats:
+    def least(self, c: Costs, low: Floats, high: Floats, layers: int, *, steps: int = 14, known: _Known | None = None) -> Floats:
         """The least seconds between ``low`` (a known bound) and ``high`` that each column may be done in, to 1/2^steps of their
-        difference; ``high`` where it may not. ``again`` as in ``settle``."""
+        difference; ``high`` where it may not. ``known`` as in ``settle``."""
         low, high = low.copy(), high.copy()
-        known = self.known(c, self.again(c, layers) if again is None else again)
+        known = self.known(c, self.again(c, layers)) if known is None else known
         for _ in range(steps):
             middle = (low + high) / 2
             good = self.settle(c, middle, layers, memory=True, known=known)[0]
@@ -323,13 +367,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Table:
-    """Paths as the propagation reads them, by path: ``rank`` whose work they follow; ``own`` coefficients (f, b, w, what pairs hide of f and
-    b, start, end of one's own, end) x path of a layer in each of its chunks, ``more`` by way of dealing those of the layers that do not
-    divide (0 to chunks - 1 of them); ``least_b`` the least b of its chunks; ``other``, ``bare`` (without what pairs hide) what other ranks'
-    chunks add: as ``_by_rank`` has it; ``peak`` the largest of other
-    ranks' coefficients; ``most`` the largest coefficient of each chunk; ``lead_own`` and ``lead_others`` (f, b, w) those of the chunk of its
-    own rank that may hold leading layers, and the largest of other ranks' such chunks; ``first``, ``last`` those of embedding and head;
-    ``p2p`` transfers; ``starts``, ``ends`` whether the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
+    """Paths as the propagation reads them, sorted by the ``rank`` whose work they follow (where its paths begin: ``starts_of_rank``): ``own``
+    coefficients (f, b, w, what pairs hide of f and b, start, end of one's own, end) x path of a layer in each of its chunks, ``more`` by way
+    of dealing those of the layers that do not divide (0 to chunks - 1 of them); ``least_b`` the least b of its chunks; ``other``, ``bare``
+    (without what pairs hide) what other ranks' chunks add: as ``_by_rank`` has it; ``peak`` the largest of other ranks' coefficients; ``most``
+    the largest coefficient of each chunk; ``lead_own`` and ``lead_others`` (f, b, w) those of the chunk of its own rank that may hold leading
+    layers, and the largest of other ranks' such chunks; ``first``, ``last`` those of embedding and head; ``p2p`` transfers; ``starts``,
+    ``ends`` whether the path begins and ends on its own rank, ``first_rank``, ``last_rank`` where it does."""
 
     rank: Ints
     vpp: int
@@ -349,12 +393,17 @@ class _Table:
     ends: Floats
     first_rank: Ints
     last_rank: Ints
+    starts_of_rank: Ints
 
     @classmethod
     def of(cls, paths: Paths, mine: Bools, leading: int, deals: Sequence[Ints]) -> _Table:
         f, b, w, pf, pb, p2p, first, last = paths.matrices
+        follows: Ints = ((f + b + w) @ mine.T.astype(float)).argmax(axis=1)
+        order = np.argsort(follows, kind="stable")
+        f, b, w, pf, pb, p2p = (x[order] for x in (f, b, w, pf, pb, p2p))
+        first, last = first[order], last[order]
+        rank = follows[order]
         three = np.stack([f, b, w])
-        rank = (three.sum(axis=0) @ mine.T.astype(float)).argmax(axis=1)
         at = mine[rank]
         vpp, path = deals[0].shape[1], np.arange(len(f))
         least_b, starts, ends = np.where(at, b, np.inf).min(axis=1), (first == rank).astype(float), (last == rank).astype(float)
@@ -367,7 +416,7 @@ class _Table:
         return cls(
             rank, vpp, own, tuple(more), least_b, _by_rank(other, mine, deals), _by_rank(bare, mine, deals),
             other.max(axis=2).T, three.max(axis=0), *_leading(three, rank, leading), three[:, :, 0], three[:, :, -1], p2p,
-            starts, ends, first, last,
+            starts, ends, first, last, np.flatnonzero(np.diff(rank, prepend=-1)),
         )  # fmt: skip
 
     def work(self, c: Costs, most: int) -> Floats:
@@ -382,19 +431,11 @@ class _Table:
         assert out is not None
         return out
 
-    def most_within(self, c: Costs, room: Floats, at: Ints) -> Floats:
-        """Column x path: most layers of the own rank of paths ``at`` within ``room`` seconds."""
-        weights = _weights(c)
-        round_ = np.maximum(weights @ self.own[:, at], 1e-30)
-        each = np.floor(room / round_ + ROUNDING)
-        left, best = room - each * round_ + ROUNDING * round_, np.zeros(room.shape)
-        for more in self.more:
-            rest = np.zeros(room.shape)
-            for number in range(1, self.vpp):
-                rest += weights @ more[:, at, number] <= left
-            best = np.maximum(best, rest)
-        out: Floats = each * self.vpp + best
-        return out
+    def dealt(self, c: Costs) -> _Dealt:
+        """What own layers take along every path, memory left out."""
+        weights, shape = _weights(c), (len(c), len(self.rank), self.vpp - 1)
+        ways = tuple((weights @ more[:, :, 1:].reshape(len(more), -1)).reshape(shape) for more in self.more)
+        return _Dealt(np.maximum(weights @ self.own, 1e-30), ways)
 
 
 def _weights(c: Costs) -> Floats:

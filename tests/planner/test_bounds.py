@@ -15,13 +15,14 @@ from cost_models.layout import V_SHAPED
 from cost_models.memory import stage_memory
 from cost_models.step import estimate
 from planner.columns import units
-from planner.cores import Cores
+from planner.cores import Cores, Key
 from planner.dealing import ways
 from planner.heuristic import quick
 from planner.loads import best_loads
 from planner.search import Search
 from planner.shapes import Costs
 from planner.space import Batch, Prefix, Shard, Space, read_wishes
+from planner.splits import Splits
 from tests.planner.jobs import decoder, job
 
 JOBS: dict[str, tuple[Any, ...]] = {
@@ -52,12 +53,12 @@ def cores_of(j: Job) -> tuple[Search, Cores]:
 @pytest.mark.parametrize("name", ["dense", "experts", "dense layers first"])
 def test_passes_by_arrays_are_those_of_the_estimate(name: str) -> None:
     j = made(name)
-    search, cores = cores_of(j)
+    search = cores_of(j)[0]
     rows = search.rows
     for i in random.Random(0).sample(range(len(rows)), 12):
         row = rows[i]
         layout = search.space.layout(row.prefix, row.batches[0], Shard(1, row.prefix.dp, 1, "tp-cp-dp-pp", "alltoall"))
-        one, many = units(j, layout, search.modes), cores.passes(np.array([i]))
+        one, many = units(j, layout, search.modes), search.rows.bulk.take(search.rows.key[[i]])
         assert many.f[0] == pytest.approx(one.f, rel=1e-9)
         assert many.w[0] == pytest.approx(one.w, rel=1e-9)
         assert many.b[0] == pytest.approx(one.b, rel=1e-9)
@@ -76,7 +77,7 @@ def test_prediction_modules_take_no_less_than_their_bound_under_any_dispatcher()
             ways[dispatcher] = sum(one.least_head)
         least = min(ways, key=ways.__getitem__)
         quickest.add(least)
-        assert cores.passes(np.array([i])).head.sum() <= ways[least] * (1 + 1e-9)
+        assert search.rows.bulk.take(search.rows.key[[i]]).head.sum() <= ways[least] * (1 + 1e-9)
     assert len(quickest) > 1
 
 
@@ -130,12 +131,20 @@ def no_class_is_slower_than_its_layouts(name: str, number: int, seed: int) -> No
         for name_of, held in (("held", rows.held), ("held_once", once)):
             rows.__dict__[name_of] = replace(held, room=room + (need - j.limit_bytes) / j.execution.slack)
         key = (batch.schedule, prefix.pp, batch.vpp, batch.microbatches)
-        costs = cores.costs(np.array([at[prefix, batch.micro_batch]]), key[:3], shard.zero, np.array([shard.dp_shard]))
-        seconds = np.array([search.pipeline(cost.step_seconds) * (1 + 1e-9)])
-        which = f"{prefix} {batch} {shard} {recompute} {stages}"
-        assert len(cores.glance(key[:3], np.array([at[prefix, batch.micro_batch]]), float(seconds[0]))), which
-        assert cores.shape(key).holds(costs, seconds, j.model.num_layers, memory=True)[0], which
+        seconds = search.pipeline(cost.step_seconds) * (1 + 1e-9)
+        may_be_done(cores, key, at[prefix, batch.micro_batch], shard, seconds, f"{prefix} {batch} {shard} {recompute} {stages}")
         checked += 1
+
+
+def may_be_done(cores: Cores, key: Key, row: int, shard: Shard, seconds: float, which: str) -> None:
+    """No step of the bounds says that a column takes longer than ``seconds`` of pipeline, or does not fit."""
+    split = Splits.of(cores.rows, np.array([row]), shard.zero, np.array([shard.dp_shard]))
+    costs, layers = cores.costs(split, key[:3]), cores.job.model.num_layers
+    assert split.work[0] <= seconds, which
+    assert split.roomy(cores.rows)[0], which
+    assert len(cores.glance(key[:3], split, costs, seconds)), which
+    assert costs.roomy(cores.flying(key[:3], split.row), key[2], layers, cores.leading(key[1]))[0], which
+    assert cores.shape(key).holds(costs, seconds, layers, memory=True)[0], which
 
 
 @pytest.mark.parametrize("name", sorted(JOBS))
@@ -160,8 +169,10 @@ def test_a_first_look_lets_1f1b_pass_whose_heavy_rank_is_ahead_by_its_first_forw
     layout = search.space.layout(prefix, batch, Shard(1, 2, 2, "tp-cp-dp-pp", "alltoall"), stages)
     seconds = search.pipeline(estimate(j, layout, detail=False).step_seconds) * (1 + 1e-9)
     key = (batch.schedule, 4, 1, batch.microbatches)
-    assert len(cores.glance(key[:3], np.array([i]), seconds)) == 1
-    assert len(cores.glance(key[:3], np.array([i]), 0.7 * seconds)) == 0
+    split = Splits.of(search.rows, np.array([i]), 1, np.array([2]))
+    costs = cores.costs(split, key[:3])
+    assert len(cores.glance(key[:3], split, costs, seconds)) == 1
+    assert len(cores.glance(key[:3], split, costs, 0.7 * seconds)) == 0
 
 
 PIPED = sorted(set(JOBS) - {"experts in deepspeed"})
@@ -203,10 +214,7 @@ def no_class_is_slower_than_its_tight_answers(name: str, number: int, seed: int)
         )
         cores, key = Cores(rows, row, search.store), (batch.schedule, prefix.pp, batch.vpp, batch.microbatches)
         seconds = search.pipeline(answer.seconds) * (1 + 1e-9)
-        which = f"{prefix} {batch} {shard} {answer.stages} {answer.mixes}"
-        assert len(cores.glance(key[:3], row, seconds)), which
-        costs = cores.costs(row, key[:3], shard.zero, np.array([shard.dp_shard]))
-        assert cores.shape(key).holds(costs, np.array([seconds]), j.model.num_layers, memory=True)[0], which
+        may_be_done(cores, key, int(row[0]), shard, seconds, f"{prefix} {batch} {shard} {answer.stages} {answer.mixes}")
         checked += 1
 
 
