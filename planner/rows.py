@@ -7,9 +7,8 @@ that both are found once for each of those and spread over the rows by index.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,7 @@ Ints = npt.NDArray[np.int64]
 KIND = {"ring": 0, "ulysses": 1, "allgather": 3}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     prefix: Prefix
     micro_batch: int
     microbatches: int

@@ -13,6 +13,7 @@ from planner.command_line import (
     Several,
     Tokens,
     as_json,
+    collect_seldom,
     command,
     goal_options,
     job_options,
@@ -53,6 +54,7 @@ out_option = click.option("--out", type=click.Path(path_type=Path, dir_okay=Fals
 @as_json
 def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     """The fastest layout that fits, the runners-up, and the proof."""
+    collect_seldom()
     from dataclasses import replace
 
     from planner import screen, screen_whatif
@@ -124,6 +126,7 @@ def sweep(
     **options: Any,
 ) -> None:
     """Plans over GPU counts, sequence lengths, batches and GPU types; or every candidate of them, and why it lost."""
+    collect_seldom()
     from planner import screen, screen_whatif
     from planner import sweep as sweeps
     from planner.solve import PlanRequest
@@ -160,6 +163,7 @@ def sweep(
 @as_json
 def replan(plan: Path, gpus: int, out: Path | None, as_json: bool, **options: Any) -> None:
     """The best plan on another number of GPUs that can load the checkpoints of PLAN, and what changes."""
+    collect_seldom()
     from planner import screen, screen_whatif
     from planner.plan import Plan
     from planner.replan import replan as again

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cost_models.job import Job
 from profiles.errors import AxisplanError
+from profiles.files import read_shipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,7 @@ def rule(group: str, reads: str, sentence: str) -> Callable[[Check], Check]:
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    text = (resources.files("planner") / "data" / "limits.yaml").read_text(encoding="utf-8")
-    data: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    data: dict[str, dict[str, Any]] = read_shipped(Path(__file__).parents[1] / "data" / "limits.yaml")
     base = {"like": "", **data["any"]}
     for target, row in data.items():
         unknown = set(row) - set(base)
