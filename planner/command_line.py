@@ -222,7 +222,6 @@ def make_job(
     from cost_models.execution import load_execution
     from cost_models.job import GIB, Job
     from cost_models.packing import documents_of
-    from planner.routing import imbalances
     from profiles.hardware import load_cluster
     from profiles.huggingface import load_model
 
@@ -234,6 +233,11 @@ def make_job(
     if gpus is not None:
         spec = spec.with_gpus(gpus)
     shapes = load_model(model)
+    imbalance_by_ep: tuple[tuple[int, float], ...] = ()
+    if routing is not None:
+        from planner.routing import imbalances
+
+        imbalance_by_ep = imbalances(routing, shapes)
     if moe_imbalance is not None and shapes.moe is None:
         raise InputError("--moe-imbalance", moe_imbalance, f"{shapes.name} has no experts whose tokens could be unequal", None)
     job = Job(
@@ -252,7 +256,7 @@ def make_job(
         lora_alpha=lora_alpha or 0.0,
         frozen=frozen or (),
         documents=documents_of(documents) if documents else (),
-        routing=imbalances(routing, shapes) if routing is not None else (),
+        routing=imbalance_by_ep,
     )
     refuse_nothing_to_train(job)
     if profile is None:
