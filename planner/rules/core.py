@@ -57,6 +57,7 @@ class Case:
 
 
 Check = Callable[[Case], Iterator[Break]]
+When = Callable[[Job, Limits], bool]
 
 
 @dataclass(frozen=True)
@@ -66,22 +67,28 @@ class Rule:
     sentence: str
     reads: frozenset[str]
     check: Check
+    when: When | None = None
+    """Whether any layout of a job may break it; None: it always may."""
+
+    def may_break(self, job: Job, limits: Limits) -> bool:
+        return self.when is None or self.when(job, limits)
 
     def breaks(self, case: Case) -> list[Break]:
-        return list(self.check(case))
+        return list(self.check(case)) if self.may_break(case.job, case.limits) else []
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(group: str, reads: str, sentence: str) -> Callable[[Check], Check]:
-    """Register the decorated function as the rule of its name. ``reads`` lists the layout fields it looks at."""
+def rule(group: str, reads: str, sentence: str, when: When | None = None) -> Callable[[Check], Check]:
+    """Register the decorated function as the rule of its name. ``reads`` lists the layout fields it looks at; ``when`` says of which jobs
+    a layout may break it."""
 
     def register(check: Check) -> Check:
         name = check.__name__
         if name in RULES:
             raise AxisplanError(f"rule {name} is defined twice")
-        RULES[name] = Rule(name, group, sentence, frozenset(reads.split()), check)
+        RULES[name] = Rule(name, group, sentence, frozenset(reads.split()), check, when)
         return check
 
     return register
