@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.arrays import distinct
 from profiles.errors import InputError
 
 KINDS = ("F", "B", "W", "BW")
@@ -165,13 +166,14 @@ def settled(schedule: str, pp: int, vpp: int, microbatches: int) -> int:
 
 
 def _in_flight(rank: int, rows: Rows) -> InFlight:
-    kind, chunks = rows[:, 0], np.unique(rows[:, 2])
+    kind, chunks = rows[:, 0], np.flatnonzero(np.bincount(rows[:, 2]))
     mine = rows[:, 2][:, None] == chunks
     forward, split, weight, whole = np.array([kind == KINDS.index(name) for name in ("F", "B", "W", "BW")])
     alive = np.cumsum(mine * (forward.astype(int) - (split | whole))[:, None], axis=0)
     held = np.cumsum(mine * (split.astype(int) - weight)[:, None], axis=0)
     full = (forward & ~np.append(forward[1:], False)) | split
-    seen = np.unique(np.stack([alive[full], held[full]], axis=2).reshape(-1, 2 * len(chunks)), axis=0)
+    moments = np.stack([alive[full], held[full]], axis=2).reshape(-1, 2 * len(chunks))
+    seen = moments[distinct(moments)[0]]
     exceeds = ~np.eye(len(seen), dtype=bool)
     for bytes_ in seen.T:
         exceeds &= np.greater_equal.outer(bytes_, bytes_)

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.arrays import distinct
 from cost_models.layout import SPLIT_BACKWARD, V_SHAPED
 from cost_models.schedules import KINDS, order_rows, settled
 from planner.recompute_tables import Group
@@ -94,7 +95,8 @@ def _in_flight(schedule: str, pp: int, vpp: int, microbatches: int) -> Flying:
 def _evenest(alive: Ints) -> Floats:
     """Microbatches alive by chunk in the mean of the fullest moments in which the chunk with fewest has most: no choice of layers and recompute
     needs less at its own fullest moment than in this mean."""
-    some = np.unique(alive[alive.sum(axis=1) == alive.sum(axis=1).max()], axis=0)
+    fullest = alive[alive.sum(axis=1) == alive.sum(axis=1).max()]
+    some = fullest[distinct(fullest)[0]]
     total, best = np.zeros(alive.shape[1]), np.zeros(alive.shape[1])
     for turn in range(1, 17):
         total = total + some[some[:, int(total.argmin())].argmax()]

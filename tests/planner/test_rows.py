@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cost_models.arrays import distinct
 from planner import bulk
-from planner.bulk import distinct, lower_seconds
+from planner.bulk import lower_seconds
 from planner.bulk_bytes import kept_of
 from planner.search import Search
 from planner.space import Space, read_wishes
