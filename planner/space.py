@@ -77,6 +77,7 @@ class Space:
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
         self._split_memo: dict[tuple[Any, ...], dict[int, tuple[int, Shard]]] = {}
         self._pipeline_memo: dict[int, dict[str, list[int]]] = {}
+        self._pipelined_memo: dict[tuple[int, ...], tuple[Batch, ...]] = {}
         self._dense_memo: dict[Any, list[tuple[int, int, int]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
         self._order_memo: dict[Prefix, list[str]] = {}
@@ -207,25 +208,27 @@ class Space:
         return self._batches[key]
 
     def _batch_choices(self, cp: int, pp: int, dp: int) -> Iterator[Batch]:
-        known = frozenset(("cp", "pp", "dp"))
-        micro_rules = self._rules_of(known, frozenset(("micro_batch",)))
-        schedule_rules = self._rules_of(known | {"micro_batch"}, frozenset(("schedule",)))
-        chunk_rules = self._chunk_rules
-        each, pipelines = self.job.global_batch // dp, self._pipelines(pp)
-        for micro in divisors(each):
-            if not self.allowed("micro_batch", micro):
-                continue
-            chosen = Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro)
-            if not self._keeps(chosen, micro_rules):
-                continue
-            for schedule, chunks in pipelines.items():
+        rules = self._rules_of(frozenset(("cp", "pp", "dp")), frozenset(("micro_batch",)))
+        for micro in divisors(self.job.global_batch // dp):
+            if self.allowed("micro_batch", micro) and self._keeps(Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro), rules):
+                yield from self._pipelined(cp if self._pipeline_rules[2] else 1, pp, dp, micro)
+
+    def _pipelined(self, cp: int, pp: int, dp: int, micro: int) -> tuple[Batch, ...]:
+        """Schedules and chunks a rank that go with a micro batch."""
+        key = (cp, pp, dp, micro)
+        if key not in self._pipelined_memo:
+            chosen, found = Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro), []
+            schedule_rules, chunk_rules, _ = self._pipeline_rules
+            for schedule, chunks in self._pipelines(pp).items():
                 chosen.schedule = schedule
                 if not self._keeps(chosen, schedule_rules):
                     continue
                 for vpp in chunks:
                     chosen.vpp = vpp
                     if self._keeps(chosen, chunk_rules):
-                        yield Batch(micro, schedule, vpp, each // micro)
+                        found.append(Batch(micro, schedule, vpp, self.job.global_batch // dp // micro))
+            self._pipelined_memo[key] = tuple(found)
+        return self._pipelined_memo[key]
 
     def _pipelines(self, pp: int) -> dict[str, list[int]]:
         """By schedule, the chunks a rank that may go with it at ``pp``, whatever the batch."""
@@ -245,10 +248,14 @@ class Space:
         return self._pipeline_memo[pp]
 
     @cached_property
-    def _chunk_rules(self) -> list[_Asked]:
-        """The rules that read the chunks a rank and something else than the pipeline and its schedule."""
+    def _pipeline_rules(self) -> tuple[list[_Asked], list[_Asked], bool]:
+        """The rules that read a schedule but no chunks; those that read chunks and more than the pipeline and its schedule; whether any of
+        them reads the degree of context parallelism."""
         known = {"cp", "pp", "dp", *BATCH_FIELDS}
-        return [self._asked_of(r) for r in self._active if "vpp" in r.reads <= known and not r.reads <= {"pp", "schedule", "vpp"}]
+        of_schedule = self._rules_of(frozenset(("cp", "pp", "dp", "micro_batch")), frozenset(("schedule",)))
+        of_chunks = [r for r in self._active if "vpp" in r.reads <= known and not r.reads <= {"pp", "schedule", "vpp"}]
+        reads_cp = any("cp" in rule.reads for rule in (*of_chunks, *(rule for rule, _, _ in of_schedule)))
+        return of_schedule, [self._asked_of(rule) for rule in of_chunks], reads_cp
 
     def _worth_searching(self, pp: int, vpp: int) -> bool:
         """Whether ``vpp`` chunks a rank are tried: many chunks only where they hold equally many layers, unless vpp is pinned."""
