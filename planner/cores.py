@@ -90,7 +90,8 @@ class Cores(CoreCosts):
 
     def glance(self, pipeline: Pipeline, some: Splits, c: Costs, seconds: float) -> Ints:
         """The columns whose ranks could hold all layers within ``seconds`` of pipeline before the schedule's paths are known: a rank waits for
-        a layer of each chunk before its own, and does all its microbatches; or the first one passes all ranks, and a rank does the rest."""
+        the first chunks of those before it, a layer each or what is their share of the layers they hold, and does all its microbatches; or the
+        first one passes all ranks, and a rank does the rest."""
         schedule, pp, vpp = pipeline
         m = self.rows.table[some.row, 9][:, None]
         each = c.f + c.b + c.w - c.hidden.sum(axis=1)
@@ -101,8 +102,8 @@ class Cores(CoreCosts):
         lead, quicker = self.leading(pp), c.quicker.sum(axis=1)[:, None]
         less = c.credit.sum(axis=1) + lead * quicker[:, 0]
         spare = vpp * c.credit[:, :1] + np.maximum(lead - np.arange(pp), 0) * quicker
-        wait = c.f - c.hidden[:, 0] + (c.b + c.w if schedule in ("1f1b", "gpipe", "interleaved") else 0.0)
-        wait = np.maximum(0.0, wait[:, None] * np.arange(pp) - less[:, None])
+        layer = c.f - c.hidden[:, 0] + (c.b + c.w if schedule in ("1f1b", "gpipe", "interleaved") else 0.0)
+        wait = np.maximum(0.0, layer[:, None] * np.arange(pp) - less[:, None])
         budget = (seconds - wait) / m - ends
         if pp > 1 and schedule in ("1f1b", "gpipe"):
             total = each * self.main.layers + ends.sum(axis=1) - less
@@ -112,7 +113,10 @@ class Cores(CoreCosts):
                 after += self._ahead(c, some.bulk.f.max(axis=1), after + spare, each, more)
             budget = np.where(m > 1, np.minimum(budget, after), budget)
         most = np.floor((budget + spare) / np.maximum(each[:, None], 1e-30) + ROUNDING)
-        return np.flatnonzero((most >= vpp).all(axis=1) & (most.sum(axis=1) >= self.main.layers))
+        good = (most >= vpp).all(axis=1) & (most.sum(axis=1) >= self.main.layers)
+        at = np.flatnonzero(good)
+        whole = seconds + less[at, None] + m[at] * (spare - ends)[at]
+        return at[_together(whole / each[at, None], layer[at] / each[at], m[at, 0], vpp) >= self.main.layers * (1 - ROUNDING)]
 
     def _ahead(self, c: Costs, f: Floats, budget: Floats, each: Floats, more: Ints) -> Floats:
         """Column x rank: seconds a microbatch of the forwards that a rank of 1F1B has done when its first backward comes, which the path
@@ -239,3 +243,14 @@ class Cores(CoreCosts):
         if low >= high or not all(shape.holds(chosen, high, layers, memory=memory)[0] for memory in (False, True)):
             return high
         return float(shape.least(chosen, np.array([low]), np.array([high]), layers, steps=FINE)[0])
+
+
+def _together(time: Floats, wait: Floats, microbatches: Ints, vpp: int) -> Floats:
+    """By column: most layers n of all ranks together where m n_r + wait x (the first chunks of ranks before r) <= ``time`` of r, a first chunk
+    holding n_q / vpp layers or a part of one less: the dual of that linear program, at the prices that meet its every constraint."""
+    share, total, prices = wait / vpp, np.zeros(len(time)), np.zeros(len(time))
+    for rank in reversed(range(time.shape[1])):
+        price = np.maximum(0.0, 1 - share * prices) / microbatches
+        total += price * (time[:, rank] + rank * share * (vpp - 1))
+        prices += price
+    return total
