@@ -29,8 +29,10 @@ LEAN = 12
 """Rows that need least memory, looked at for what a job needs that does not fit: bounds pass over what a micro batch costs."""
 CLOSE = 0.98
 """Share of the best answer's seconds above which what looks no faster is not tried first."""
-TRIES, ALIKE = 16, 2
-"""Cores that look fast answered before the rest is bounded, and of the same degrees."""
+TRIES, ALIKE = 12, 4
+"""Cores that look fast answered before the rest is bounded, and of the same degrees, each with another schedule."""
+VAIN = 2
+"""Cores of a family tried for a runner-up at most."""
 ROWS, BLOCKS, UNFIT = 512, 4, 1.5
 """Rows whose columns' hopes are looked at together, how many times at most, and how many times slower a row counts that does not fit
 even where everything is sharded and recomputed."""
@@ -155,13 +157,13 @@ class Answers:
     def _first_answers(self, left: npt.NDArray[np.int64]) -> None:
         """Quick answers of columns that look fast, until one fits and the next look little faster: behind a poor answer nothing is cut, and
         effort is spent on what is no better."""
-        tried: dict[tuple[int, ...], int] = {}
+        tried: dict[tuple[int, ...], set[str]] = {}
         for hope in self._hopeful(left):
-            if self.step(hope.seconds) >= CLOSE * self.fastest or sum(tried.values()) >= TRIES:
+            if self.step(hope.seconds) >= CLOSE * self.fastest or sum(map(len, tried.values())) >= TRIES:
                 return
-            degrees, columns = family(self.rows.prefixes[self.rows.at[hope.row]], None), self._columns_of(hope)
-            if columns and tried.get(degrees, 0) < ALIKE:
-                tried[degrees] = tried.get(degrees, 0) + 1
+            schedules = tried.setdefault(family(self.rows.prefixes[self.rows.at[hope.row]], None), set())
+            if hope.batch.schedule not in schedules and len(schedules) < ALIKE and (columns := self._columns_of(hope)):
+                schedules.add(hope.batch.schedule)
                 self._try(hope, columns, self.fastest)
 
     def _hopeful(self, left: npt.NDArray[np.int64]) -> Iterator[Hope]:
@@ -248,7 +250,7 @@ class Answers:
         wanted, tried = len(seen) + extra, dict[tuple[int, ...], int]()
         for hope in self._hopeful(left):
             degrees, columns = family(self.rows.prefixes[self.rows.at[hope.row]], None)[:-1], self._columns_of(hope)
-            if not columns or degrees in seen or tried.get(degrees, 0) == ALIKE:
+            if not columns or degrees in seen or tried.get(degrees, 0) == VAIN:
                 continue
             tried[degrees] = tried.get(degrees, 0) + 1
             if self._try(hope, columns, float("inf")):

@@ -145,7 +145,7 @@ class Cores(CoreCosts):
             return []
         some, costs = some.take(at), costs.take(at)
         costs = replace(costs, **self.bytes(some, pipeline))
-        at = np.flatnonzero(costs.roomy(self.flying(pipeline, some.row), pipeline[2], self.main.layers, self.leading(pipeline[1])))
+        at = np.flatnonzero(costs.roomy(self.flying(pipeline, some.row), pipeline[2], self.main.layers, self.main.first))
         some, costs = some.take(at), costs.take(at)
         for here in self._by_shape(some.row):
             shape, one = self._shape_of(pipeline, some.row[here]), some.take(here)

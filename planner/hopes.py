@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.layout import V_SHAPED
 from planner.core_costs import CoreCosts, Pipeline
-from planner.rows import idle
+from planner.flying import Flying
+from planner.rows import bubble, idle
 from planner.shapes import Costs
 from planner.space import Batch
 from planner.splits import Splits
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-SCHEDULES, MOST = 4, 400
-"""Schedules of a row looked at, those with the least idle time; columns told of at most."""
+MOST = 400
+"""Columns told of at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,13 @@ def _most_sharded(costs: CoreCosts, which: Ints) -> Splits:
 
 
 def _by_pipeline(costs: CoreCosts, splits: Splits) -> list[tuple[Pipeline, Splits, list[Batch], Floats]]:
-    """(pipeline, its columns, each one's batch and idle share of the time) for the schedules of each row that idle least."""
+    """(pipeline, its columns, each one's batch and idle share of the time): of each schedule the number of chunks that idles least."""
     rows, layers = costs.rows, costs.main.layers
     by: dict[Pipeline, dict[int, tuple[Batch, float]]] = {}
     for slot, at in zip(*np.unique(rows.slot[splits.row], return_index=True), strict=True):
         pp = int(rows.table[splits.row[at], 7])
-        shares = {b: idle(b, pp, layers) for b in rows.slots[slot]}
-        best = {b.schedule: b for b in sorted(shares, key=lambda b: (-shares[b], -b.vpp))}
-        for batch in sorted(best.values(), key=lambda b: shares[b])[:SCHEDULES]:
-            by.setdefault((batch.schedule, pp, batch.vpp), {})[int(slot)] = batch, shares[batch]
+        for batch in {b.schedule: b for b in sorted(rows.slots[slot], key=lambda b: (-idle(b, pp, layers), -b.vpp))}.values():
+            by.setdefault((batch.schedule, pp, batch.vpp), {})[int(slot)] = batch, bubble(batch, pp, layers)
     slots, out = rows.slot[splits.row], []
     for pipeline, batches in sorted(by.items()):
         at = np.flatnonzero(np.isin(slots, list(batches)) & (rows.table[splits.row, 7] == pipeline[1]))
@@ -76,27 +76,50 @@ def _by_pipeline(costs: CoreCosts, splits: Splits) -> list[tuple[Pipeline, Split
 
 
 def _seconds(costs: CoreCosts, pipeline: Pipeline, splits: Splits, share: Floats) -> Floats:
-    """About how many seconds of pipeline columns take that idle for a ``share`` of their work; inf where they do not fit."""
-    seconds: Floats = splits.work * (1 + share)
-    if pipeline[0] == "dualpipe":  # what its ranks have in flight is not known by arrays
-        return np.where(splits.roomy(costs.rows), seconds, np.inf)
-    some, flying = costs.costs(splits, pipeline), costs.flying(pipeline, splits.row)
-    alive, waiting = (np.mean([getattr(g, name) for g in flying.moments[0]], axis=0) for name in ("alive", "waiting"))
-    seconds = seconds + costs.rows.table[splits.row, 9] * _again(some, alive, waiting, costs.main.layers / pipeline[1])
-    return np.where(some.roomy(flying, pipeline[2], costs.main.layers, costs.leading(pipeline[1])), seconds, np.inf)
+    """About how many seconds of pipeline columns take that idle for a ``share`` of their fullest rank's work; inf where they do not fit."""
+    schedule, pp, vpp = pipeline
+    if schedule == "dualpipe":  # what its ranks have in flight is not known by arrays
+        return np.where(splits.roomy(costs.rows), splits.work * (1 + share), np.inf)
+    some, flying, layers = costs.costs(splits, pipeline), costs.flying(pipeline, splits.row), costs.main.layers
+    fits = np.ones(len(some), bool)
+    inner = slice(costs.main.first, pp - 1)  # ranks of layers of one kind alone
+    for moment in flying.moments:
+        alive, waiting = (np.mean([getattr(g, name) for g in moment], axis=0) for name in ("alive", "waiting"))
+        even = layers / pp * (some.state[:, None] + alive * some.kept.min(axis=1)[:, None] + waiting * some.waits[:, None])
+        fits &= (even <= some.room + some.lighter)[:, inner].all(axis=1)
+    fits &= some.roomy(flying, vpp, layers, costs.main.first)
+    fullest = _fullest(some, pp, layers, costs.main.first, folded=schedule in V_SHAPED)
+    microbatch = fullest + _again(some, flying, layers / pp)
+    return np.where(fits, costs.rows.table[splits.row, 9] * microbatch * (1 + share), np.inf)
 
 
-def _again(c: Costs, alive: Floats, waiting: Floats, layers: float) -> Floats:
+def _fullest(c: Costs, pp: int, layers: int, first: int, *, folded: bool) -> Floats:
+    """By column: seconds a microbatch of the fullest rank, whole layers dealt so that it has least; ``first``: leading layers of another kind;
+    ``folded``: embedding and head stand on one rank."""
+    each = np.maximum(c.f + c.b + c.w - c.hidden.sum(axis=1), 1e-30)[:, None]
+    ends = np.zeros((len(c), pp))
+    ends[:, 0] = c.embedding.sum(axis=1) - first * c.quicker.sum(axis=1)
+    ends[:, 0 if folded else pp - 1] += c.head.sum(axis=1)
+    some = (ends[:, None, sorted({0, pp // 2, pp - 1})] + each[:, :, None] * np.arange(1, -(-layers // pp) + 4)[:, None]).reshape(
+        len(c), -1
+    )
+    held = np.floor((some[:, :, None] - ends[:, None]) / each[:, :, None] + 1e-9)
+    enough = (held >= 1).all(axis=2) & (held.sum(axis=2) >= layers)
+    out: Floats = np.where(enough, some, np.inf).min(axis=1)
+    return np.where(np.isfinite(out), out, layers / pp * each[:, 0] + ends.max(axis=1))
+
+
+def _again(c: Costs, flying: Flying, layers: float) -> Floats:
     """By column: about how many seconds of recompute a microbatch needs on the rank that needs most, each with as many layers, by the mode
     that asks for least."""
-    top = c.kept.max(axis=1)[:, None]
-    over = layers * (c.state[:, None] + alive * top + waiting * c.waits[:, None]) - c.room
-    whole = c.kept.argmin(axis=1)
-    least = layers * np.take_along_axis(c.again, whole[:, None], axis=1)[:, 0]
-    best = np.broadcast_to(least[:, None], over.shape)
-    for mode in range(c.kept.shape[1]):
-        saved = np.maximum(alive * (top - c.kept[:, mode, None]), 1e-30)
-        number = np.maximum(over, 0.0) / saved
-        best = np.where(number <= layers, np.minimum(best, number * c.again[:, mode, None]), best)
-    out: Floats = np.where(over > 0, best, 0.0).max(axis=1)
-    return out
+    top, longest = c.kept.max(axis=1)[:, None], np.zeros(len(c))
+    whole = np.take_along_axis(c.again, c.kept.argmin(axis=1)[:, None], axis=1)
+    for moment in flying.moments:
+        alive, waiting = (np.mean([getattr(g, name) for g in moment], axis=0) for name in ("alive", "waiting"))
+        over = layers * (c.state[:, None] + alive * top + waiting * c.waits[:, None]) - c.room
+        best = np.repeat(layers * whole, over.shape[1], axis=1)
+        for mode in range(c.kept.shape[1]):
+            number = np.maximum(over, 0.0) / np.maximum(alive * (top - c.kept[:, mode, None]), 1e-30)
+            best = np.where(number <= layers, np.minimum(best, number * c.again[:, mode, None]), best)
+        longest = np.maximum(longest, np.where(over > 0, best, 0.0).max(axis=1))
+    return longest

@@ -211,14 +211,18 @@ class Rows(Sequence[Row]):
 
 def idle(batch: Batch, pp: int, layers: int) -> float:
     """About the idle share of a schedule, layers that do not divide over its chunks counted, to try likely ones first."""
-    ideal = (pp - 1) / batch.microbatches
     rank = -(-layers // pp)
-    bubble = {
-        "interleaved": ideal * -(-layers // (pp * batch.vpp)) / rank,
+    rounded = rank * pp / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
+    return (1 + bubble(batch, pp, layers)) * rounded - 1
+
+
+def bubble(batch: Batch, pp: int, layers: int) -> float:
+    """About the share of a rank's work for which a schedule leaves it idle."""
+    ideal = (pp - 1) / batch.microbatches
+    return {
+        "interleaved": ideal * -(-layers // (pp * batch.vpp)) / -(-layers // pp),
         "zb-h1": ideal / 3,
         "zb-v": ideal / 5,
         "dualpipe-v": ideal / 4,
         "dualpipe": ideal / 4,
     }.get(batch.schedule, ideal)
-    rounded = rank * pp / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
-    return (1 + bubble) * rounded - 1

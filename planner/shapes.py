@@ -77,17 +77,21 @@ class Costs:
         """Column x (f, b, w): seconds by which a leading layer is quicker."""
         return np.maximum(0.0, np.stack([self.f, self.b, self.w], axis=1) - self.ahead)
 
-    def roomy(self, flying: Flying, vpp: int, layers: int, leading: int) -> Bools:
+    def roomy(self, flying: Flying, vpp: int, layers: int, first: int) -> Bools:
         """Whether the ranks of a column have room for all layers in the mode that keeps least, a rank's chunks as even as they can be;
-        ``leading``: layers of another kind before all others."""
-        kept, good = self.kept.min(axis=1)[:, None], np.ones(len(self), bool)
-        ahead = np.maximum(0.0, leading - np.arange(self.room.shape[1]))
+        ``first``: layers of another kind before all others, of which a rank holds one less than the rank before it, or any number where the
+        ranks are fewer."""
+        kept, good, pp = self.kept.min(axis=1)[:, None], np.ones(len(self), bool), self.room.shape[1]
+        ahead = np.maximum(0.0, first - np.arange(pp)) if first <= pp else np.full(pp, float(first))
+        state, keeps, waits = (self.ahead_bytes[:, i, None] for i in range(3))
         for moment in flying.moments:
             each = np.stack([self.state[:, None] + g.alive * kept + g.waiting * self.waits[:, None] for g in moment])
-            room = self.room + self.lighter + 1.0 + sum(g.waiting for g in moment) * self.above[:, None]
-            if leading:
-                state, keeps, waits = (self.ahead_bytes[:, i, None] for i in range(3))
-                room = room + ahead * np.maximum(0.0, each[0] - state - moment[0].alive * keeps - moment[0].waiting * waits)
+            room = self.room + 1.0 + sum(g.waiting for g in moment) * self.above[:, None]
+            if first:
+                lead = np.stack([state + g.alive * keeps + g.waiting * waits for g in moment])
+                room = room + ahead * np.maximum(0.0, (each - lead).max(axis=0))
+            else:
+                room = room + self.lighter
             one = np.maximum(each.mean(axis=0), 1e-30)
             odd = each.max(axis=0) - one if len(moment) > 1 else 0.0
             most = np.floor((room + odd) / one + ROUNDING)
