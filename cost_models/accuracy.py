@@ -16,10 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cost_models.compute import kernel_table, product_table
 from cost_models.execution import load_execution
@@ -27,6 +25,7 @@ from cost_models.job import GIB
 from cost_models.runs import Run, Skipped
 from cost_models.step import estimate
 from profiles.errors import InputError
+from profiles.files import read_shipped
 from profiles.hardware import load_gpu
 
 TELLING = 0.02
@@ -249,8 +248,7 @@ def ranking(predictions: Iterable[Prediction]) -> dict[str, Any]:
 @cache
 def fitted_constants() -> tuple[dict[str, Any], ...]:
     """The register of constants that were moved to agree with published runs: ``name``, ``place``, ``low``, ``high``, ``prior``."""
-    text = (resources.files("cost_models") / "data" / "fitted.yaml").read_text(encoding="utf-8")
-    return tuple(yaml.safe_load(text)["fitted"])
+    return tuple(read_shipped(Path(__file__).parent / "data" / "fitted.yaml")["fitted"])
 
 
 def constant_value(place: str) -> float:

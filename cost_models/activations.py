@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models import split_backward
 from cost_models.arrays import maximum, minimum, where
@@ -21,8 +21,7 @@ from cost_models.unit_memory import PLAIN, Run, unit_memory
 from profiles.operations import Number
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkMemory:
+class ChunkMemory(NamedTuple):
     """Bytes per microbatch on one rank. ``kept``: from forward to backward. ``weight_pass``: held from input-gradient to
     weight-gradient pass. Beyond ``kept`` (of this microbatch) exists at most ``loss`` at the loss, and in a whole backward ``head``
     when the head's gradient is complete (both None where the chunk has no head) and ``backward`` in its layers. ``largest``: kept by
@@ -59,8 +58,7 @@ def _runs(pattern: tuple[int, ...], pp: int, vpp: int, stages: tuple[int, ...], 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a chunk stands: ``first`` holds the embedding, ``last`` head and prediction modules; ``shares``: its input is the output of
     a chunk of the same rank (where a V turns), which keeps it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cost_models.arrays import always_one, maximum, nowhere, where
 from cost_models.layer_cost import LOW_PRECISION, LayerCost, Local, Saved, axis_ranks
@@ -29,8 +29,7 @@ OTHERWISE_KEPT = ("attention_output",)
 """Inputs of linear layers that backward needs even where the layer's weight is frozen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Bytes of a block's own gradients at its backward's fullest: ``most`` where each weight's is taken away at once, ``begun``,
     ``waiting`` and ``left`` as in ``LayerCost``."""
 

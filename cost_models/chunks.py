@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.activations import runs_of
 from cost_models.communication import Network, add_bytes
@@ -186,8 +186,7 @@ def boundary_seconds(job: Job, layout: Layout) -> float:
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkDetail:
+class ChunkDetail(NamedTuple):
     """One microbatch through a chunk: seconds by cause, wire bytes by axis and link, FLOPs of recomputed operations."""
 
     causes: dict[str, float]

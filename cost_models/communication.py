@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,8 +31,7 @@ STRAGGLERS = 0.0045
 """Slowing of a step for each doubling of nodes (weak-scaling rows of dgxc-benchmarking: 0.45-0.6 %)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Ranks of a communication group and how far apart: ``stride`` is such that ``domain / stride`` of them share a domain."""
 
     ranks: int
@@ -41,8 +40,7 @@ class Group:
     """Ranks from the first to the last member, inclusive."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(NamedTuple):
     """How tokens travel to experts: ``efficiency`` and ``seconds`` of an uneven all-to-all inside a domain; ``outside``, the share
     of the bytes between domains that is left where one copy of a token goes to each node (DeepEP, HybridEP: ``forwarded`` from
     there to its experts' ranks, so that every copy travels inside a node as well), and the ``outside_efficiency`` of that."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from cost_models.arrays import always_one, plain
 from cost_models.execution import Execution
+from profiles.files import read_shipped
 from profiles.gpu import GpuProfile
 from profiles.operations import Attend, Collective, GroupedMatmul, Matmul, Number, Operation, Pointwise
 
@@ -155,7 +155,7 @@ def product_table() -> dict[str, Any]:
 
 
 def _table(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((resources.files("cost_models") / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_shipped(Path(__file__).parent / "data" / f"{name}.yaml")
     return found
 
 

@@ -11,16 +11,16 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-import yaml
 
 from cost_models.timing import TimeFacts
 from profiles.errors import AxisplanError, InputError
+from profiles.files import read_shipped
 
 Elementwise = Literal["fused", "eager", "compiled"]
 Dispatch = Literal["per_expert", "per_rank", "per_node"]
+PRESETS = Path(__file__).parent / "data" / "executions"
 
 
 @dataclass(frozen=True)
@@ -249,8 +249,7 @@ def _hints() -> dict[str, Any]:
 @cache
 def execution_names() -> tuple[str, ...]:
     """The presets that are built in."""
-    folder = resources.files("cost_models") / "data" / "executions"
-    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml")))
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.yaml")))
 
 
 @cache
@@ -258,8 +257,7 @@ def _preset(name: str) -> Execution:
     if name not in execution_names():
         close = difflib.get_close_matches(name, execution_names(), 1)
         raise InputError("execution", name, f"is one of {', '.join(execution_names())}", close[0] if close else "axisplan")
-    path = resources.files("cost_models") / "data" / "executions" / f"{name}.yaml"
-    data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    data = read_shipped(PRESETS / f"{name}.yaml") or {}
     base = _preset(data["extends"]) if "extends" in data else Execution()
     sources = dict(base.sources)
     values: dict[str, Any] = {}

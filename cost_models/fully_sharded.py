@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.arrays import maximum, where
 from cost_models.job import Job
@@ -38,8 +38,7 @@ def by_unit(job: Job, degrees: Any) -> bool:
     return degrees.zero == 3 and job.execution.reduces_by_unit and not keeps_gathered(job, degrees)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerBytes:
+class LayerBytes(NamedTuple):
     """Bytes of a layer on one rank: ``Units.whole``, ``ahead``, ``behind``; of ``waiting`` what comes to the layer's own; of ``reducing``
     what comes to the ends."""
 

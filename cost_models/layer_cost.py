@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cost_models.arrays import ceil_div, maximum, where
 from cost_models.execution import Execution
@@ -46,8 +46,7 @@ class Degrees(Protocol):
     def capacity(self) -> Number: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     """A tensor kept from a layer's forward to its backward: its bytes on one rank for one microbatch, and the block it belongs to
     (``norm``, ``attention``, ``mlp``, ``moe``, ``head``, ...). ``held_for_weight``: needed by the weight-gradient pass; the rest
     is free once the input-gradient pass is done."""

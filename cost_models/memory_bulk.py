@@ -126,7 +126,8 @@ def _take(value: Any, at: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value[at]
     if isinstance(value, tuple):
-        return tuple(_take(v, at) for v in value)
+        taken = (_take(v, at) for v in value)
+        return type(value)(*taken) if hasattr(value, "_fields") else tuple(taken)
     if is_dataclass(value) and not isinstance(value, type):
         return type(value)(*(_take(getattr(value, f.name), at) for f in fields(value)))
     return value

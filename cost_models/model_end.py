@@ -6,8 +6,7 @@ use leaves waits for the next, and the two and their sum exist at once. Seen in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models import split_backward
 from cost_models.arrays import maximum
@@ -19,8 +18,7 @@ from cost_models.unit_memory import PLAIN, Run, unit_memory
 from profiles.operations import Number
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """Bytes per microbatch on one rank of the model's end: ``kept`` from forward to backward, held for the ``weight_pass``, of these
     ``above`` the last weight. The most beyond what the chunk keeps: at the first ``loss``, and from there to the model's own layers
     in a ``backward`` that is whole."""

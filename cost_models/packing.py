@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from cost_models.attention_ops import causal_pairs
 from profiles.errors import InputError
@@ -21,8 +21,7 @@ Histogram = tuple[tuple[int, int], ...]
 """(length in tokens, how many documents) of each length."""
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(NamedTuple):
     """Of packed sequences of one length: ``pairs`` query-key pairs a sequence (mean), ``share`` of them in the pairs of one whole
     document, ``imbalance`` max / mean pairs of the ranks that share a sequence, ``worst_tokens`` of a microbatch of one sequence
     when documents are not cut but batched whole up to the sequence length (a longer document comes alone)."""

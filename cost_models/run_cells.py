@@ -10,13 +10,12 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cost_models.layout import RECOMPUTE_MODULES
 from profiles.errors import InputError
+from profiles.files import read_shipped
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 NARROWER = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
@@ -26,8 +25,7 @@ MOST_DOMAIN = 72
 
 @cache
 def _table() -> dict[str, Any]:
-    text = (resources.files("cost_models") / "data" / "run_cells.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.safe_load(text)
+    table: dict[str, Any] = read_shipped(Path(__file__).parent / "data" / "run_cells.yaml")
     return table
 
 

@@ -11,11 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from cost_models.execution import load_execution
@@ -24,6 +22,7 @@ from cost_models.layout import Layout, even_split, nearest_divisor
 from cost_models.packing import documents_of
 from cost_models.run_cells import described, domain_of, gpu_cluster, precision_of, recompute_of, zero_of
 from profiles.errors import InputError
+from profiles.files import read_shipped
 from profiles.hardware import load_cluster
 from profiles.model import MAX_LAYERS, Attention, FeedForward, LatentAttention, Layer, Mlp, ModelSpec, Moe, Spec
 
@@ -169,8 +168,7 @@ class Facts:
 
 @cache
 def _table() -> dict[str, Any]:
-    text = (resources.files("cost_models") / "data" / "runs.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.safe_load(text)
+    table: dict[str, Any] = read_shipped(Path(__file__).parent / "data" / "runs.yaml")
     return table
 
 

@@ -6,8 +6,7 @@ Dense weights are sharded over dp_shard x cp (the ``zero`` group), experts over 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.arrays import where
 from cost_models.communication import Priced, hidden, seconds_of
@@ -68,8 +67,7 @@ def gathers_once(job: Job, degrees: Any) -> Any:
     return degrees.zero in (1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
+class Copies(NamedTuple):
     """Seconds of copying parameters out of their gathered buffer once, and gradients into the one that is reduced."""
 
     out: Number
@@ -85,8 +83,7 @@ def copies(job: Job, degrees: Any, held: Holding, trained: Holding) -> Copies:
     return Copies(gathered / rate, each * trained.all / rate if degrees.zero >= 2 else 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class EachMicrobatch:
+class EachMicrobatch(NamedTuple):
     """What ZeRO-2 and 3 run for each microbatch of a unit: seconds of its gather, alone, and of its reduction, alone; its copies."""
 
     gather: Number

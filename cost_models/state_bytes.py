@@ -7,7 +7,7 @@ Source of the sharding: ZeRO (arXiv:1910.02054). Stage 1 shards the optimizer's 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.arrays import maximum
 from cost_models.execution import Execution
@@ -22,8 +22,7 @@ LOW_PRECISION_BYTES = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
 """Bytes of an element: MXFP8 has one byte of scale for 32 elements, NVFP4 one for 16 (OCP Microscaling Formats 1.0; NVIDIA's NVFP4)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Per parameter, unsharded: ``weight`` (working copy; ``linear_weight`` for linear layers), ``gradient``, ``master`` copy,
     ``moments`` (``matrix_moments`` for matrices under Muon), ``extra`` gradient copy of the optimizer."""
 

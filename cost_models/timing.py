@@ -13,9 +13,9 @@ TpOverlap = Literal["none", "backward", "userbuffers", "async"]
 Graphs = Literal["none", "partial", "full"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class TimeFacts:
-    """Facts about time. Seconds, bytes, or shares between 0 and 1."""
+    """Facts about time. Seconds, bytes, or shares between 0 and 1. Only ever a part of an ``Execution``, which compares them."""
 
     # -- compute --------------------------------------------------------------------------------------------------------
     pointwise_factor: float = 1.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models import split_backward
 from cost_models.job import Job
@@ -27,8 +27,7 @@ class Run:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnitMemory:
+class UnitMemory(NamedTuple):
     """A layer kind under a recompute rule, or an end of the model, per microbatch on one rank: bytes ``kept``, ``saved`` without
     recompute, held for the weight pass, and the most that exists beyond them (``begun``: from the first weight gradient on;
     ``waiting``: where weight gradients wait for each other); its input's gradient (``stream``). Of ``split_backward``: what of the

@@ -138,12 +138,25 @@ class Degrees(SimpleNamespace):
 
 def distinct(table: Ints) -> tuple[Ints, Ints]:
     """(the first of each distinct row, which of those each row is)."""
-    code = np.zeros(len(table), np.int64)
+    code, number = np.zeros(len(table), np.int64), 1
     for column in table.T:
-        values, place = np.unique(column, return_inverse=True)
-        code = code * max(1, len(values)) + place
-    _, first, at = np.unique(code, return_index=True, return_inverse=True)
-    return first, at
+        values, place = _places(column)
+        number, code = _places(code * values + place)
+    first = np.zeros(number, np.int64)
+    first[code[::-1]] = np.arange(len(table))[::-1]  # of those that are assigned to one place, the last stays
+    return first, code
+
+
+def _places(code: Ints) -> tuple[int, Ints]:
+    """(how many distinct whole numbers from 0 there are, the place of each among them, rising)."""
+    top = int(code.max(initial=-1)) + 1
+    if top > 8 * len(code) + 1024:
+        values, place = np.unique(code, return_inverse=True)
+        return len(values), place
+    seen = np.zeros(top, bool)
+    seen[code] = True
+    rising = np.cumsum(seen)
+    return int(seen.sum()), rising[code] - 1
 
 
 def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") -> Degrees:

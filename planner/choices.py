@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 PREFIX_FIELDS = ("tp", "sp", "cp", "cp_kind", "pp", "dp", "ep", "etp")
 BATCH_FIELDS = ("micro_batch", "schedule", "vpp")
@@ -15,8 +14,7 @@ WAY_FIELDS = ("order", "dispatcher", "offload")
 SHARD_FIELDS = (*SPLIT_FIELDS, *WAY_FIELDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(NamedTuple):
     tp: int
     cp: int
     cp_kind: str
@@ -35,16 +33,14 @@ class Prefix:
         return _parts(self.cp_kind, self.cp)[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     micro_batch: int
     schedule: str
     vpp: int
     microbatches: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     dp_replicate: int
     dp_shard: int
     zero: int

@@ -107,7 +107,7 @@ class Paths:
 
     def __init__(self, schedule: str, pp: int, vpp: int, microbatches: int, blocking: bool) -> None:
         self.key = (schedule, pp, vpp, microbatches, blocking)
-        self.ranks = np.array([_least_rank(schedule, pp, c) for c in range(pp * vpp)])
+        self.ranks = ranks_of_chunks(schedule, pp, vpp)
         self._seen: dict[bytes, int] = {}
         self.duals: list[Floats] = []
         """Weights over paths that were optimal for some column: any of them bounds every column."""
@@ -151,11 +151,12 @@ def _mark(path: Path) -> bytes:
     return b"".join(a.tobytes() for a in parts) + bytes((path.first % 256, path.last % 256))
 
 
-def _least_rank(schedule: str, pp: int, chunk: int) -> int:
-    """A rank that holds ``chunk`` (the first of DualPipe's two)."""
-    if schedule in V_SHAPED:
-        return chunk if chunk < pp else 2 * pp - 1 - chunk
-    return chunk % pp
+@lru_cache(maxsize=1024)
+def ranks_of_chunks(schedule: str, pp: int, vpp: int) -> npt.NDArray[np.int64]:
+    """By chunk, a rank that holds it (the first of DualPipe's two)."""
+    chunks = np.arange(pp * vpp)
+    ranks: npt.NDArray[np.int64] = np.where(chunks < pp, chunks, 2 * pp - 1 - chunks) if schedule in V_SHAPED else chunks % pp
+    return ranks
 
 
 class PathStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -173,6 +174,11 @@ goal_options = options(
 )  # fmt: skip
 
 
+def collect_seldom() -> None:
+    """Look for garbage a seventieth as often: a plan makes millions of objects, hardly one of them in a cycle."""
+    gc.set_threshold(50_000, 20, 20)
+
+
 def make_goal(
     seq_len: int, gpus: int, global_batch: int | str, objective: str, deadline: str | None, tokens: str | None, mtbf: float | None,
     checkpoint_seconds: float, restart_seconds: float, repair_hours: float, spare: int | None,
@@ -216,7 +222,6 @@ def make_job(
     from cost_models.execution import load_execution
     from cost_models.job import GIB, Job
     from cost_models.packing import documents_of
-    from planner.routing import imbalances
     from profiles.hardware import load_cluster
     from profiles.huggingface import load_model
 
@@ -228,6 +233,11 @@ def make_job(
     if gpus is not None:
         spec = spec.with_gpus(gpus)
     shapes = load_model(model)
+    imbalance_by_ep: tuple[tuple[int, float], ...] = ()
+    if routing is not None:
+        from planner.routing import imbalances
+
+        imbalance_by_ep = imbalances(routing, shapes)
     if moe_imbalance is not None and shapes.moe is None:
         raise InputError("--moe-imbalance", moe_imbalance, f"{shapes.name} has no experts whose tokens could be unequal", None)
     job = Job(
@@ -246,7 +256,7 @@ def make_job(
         lora_alpha=lora_alpha or 0.0,
         frozen=frozen or (),
         documents=documents_of(documents) if documents else (),
-        routing=imbalances(routing, shapes) if routing is not None else (),
+        routing=imbalance_by_ep,
     )
     refuse_nothing_to_train(job)
     if profile is None:

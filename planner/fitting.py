@@ -80,6 +80,17 @@ class Fitting:
         return tuple(r.snapshots for r in in_flight(layout.schedule, layout.pp, layout.vpp, self.column.microbatches))
 
     @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """By rank, the first rank whose chunks stand in places like its own and have as many microbatches alive at every moment."""
+        first: dict[tuple[Any, ...], int] = {}
+        ranks = []
+        for rank, snapshots in enumerate(self.snapshots):
+            places = tuple(self.places[chunk] for chunk in self.held(rank))
+            moments = tuple(tuple((alive, held) for _, alive, held in snapshot) for snapshot in snapshots)
+            ranks.append(first.setdefault((places, moments), rank))
+        return tuple(ranks)
+
+    @cached_property
     def places(self) -> tuple[Place, ...]:
         """Of each chunk."""
         return tuple(place_of(self.layout, chunk) for chunk in range(self.layout.chunks))
@@ -210,8 +221,7 @@ class Fitting:
         """One chunk a rank: the mix with the least recompute time that fits, and its seconds above the least of any; None if none fits."""
         counts = self.counts(start, stop)
         chunk = self.held(rank)[0]
-        ends = (chunk == 0, chunk == self.layout.chunks - 1)
-        key = (policy, counts, ends, self.snapshots[rank])
+        key = (policy, counts, self.alike[rank])
         if key not in self._least:
             self._least[key] = self._find(rank, chunk, (start, stop), policy)
         return self._least[key]
@@ -305,29 +315,9 @@ class Policy:
     mode: int = 0
     block: int = 0
 
-    def lines(self, counts: Counts, modes: int) -> list[list[Mix]]:
+    def lines(self, counts: Counts, modes: int) -> Sequence[Sequence[Mix]]:
         """The mixes in lines along which recompute grows."""
-        if not self.free:
-            return [[self._fixed(counts, modes)]]
-        kinds = [k for k, n in enumerate(counts) if n]
-        if not kinds:
-            return [[tuple((0,) * modes for _ in counts)]]
-        main = max(kinds, key=lambda k: (counts[k], k))
-        others = [k for k in kinds if k != main]
-        out = []
-        for choice in product(range(modes), repeat=len(others)):
-            for low in range(modes):
-                for high in range(low + 1, modes) if modes > 1 else (low,):
-                    line = []
-                    for x in range(counts[main] + 1) if modes > 1 else (0,):
-                        rows = [[0] * modes for _ in counts]
-                        for k, m in zip(others, choice, strict=True):
-                            rows[k][m] = counts[k]
-                        rows[main][low] += counts[main] - x
-                        rows[main][high] += x
-                        line.append(tuple(tuple(r) for r in rows))
-                    out.append(line)
-        return out
+        return _lines(counts, modes) if self.free else [[self._fixed(counts, modes)]]
 
     def mixes(self, counts: Counts, modes: int) -> Iterator[Mix]:
         seen = set()
@@ -370,4 +360,28 @@ def policies(scope: str, modes: tuple[RecomputeRule, ...], longest: int) -> list
     out = [Policy(False, m) for m in range(len(modes))]
     if scope == "block" and len(modes) > 1 and modes[0].mode == "none" and modes[-1].mode == "full":
         out += [Policy(False, 0, n) for n in range(1, longest)]
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _lines(counts: Counts, modes: int) -> Sequence[Sequence[Mix]]:
+    """``Policy.lines`` where any recompute is free."""
+    kinds = [k for k, n in enumerate(counts) if n]
+    if not kinds:
+        return [[tuple((0,) * modes for _ in counts)]]
+    main = max(kinds, key=lambda k: (counts[k], k))
+    others = [k for k in kinds if k != main]
+    out = []
+    for choice in product(range(modes), repeat=len(others)):
+        for low in range(modes):
+            for high in range(low + 1, modes) if modes > 1 else (low,):
+                line = []
+                for x in range(counts[main] + 1) if modes > 1 else (0,):
+                    rows = [[0] * modes for _ in counts]
+                    for k, m in zip(others, choice, strict=True):
+                        rows[k][m] = counts[k]
+                    rows[main][low] += counts[main] - x
+                    rows[main][high] += x
+                    line.append(tuple(tuple(r) for r in rows))
+                out.append(line)
     return out

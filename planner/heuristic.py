@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from planner.columns import Column, Mix
+from planner.columns import Column, Mix, ranks_of_chunks
 from planner.dealing import FREE, dealt
 from planner.fitting import Fitting, Policy
 from planner.least_recompute import least_recompute
@@ -27,7 +27,8 @@ def quick_within(column: Column, fitting: Fitting, policies: Sequence[Policy], l
     best: Answer | None = None
     some = False
     for stages in splits(column):
-        if _plain(column, fitting, stages) >= min(limit, best.seconds if best else limit):
+        bar = min(limit, best.seconds if best else limit)
+        if np.isfinite(bar) and any(least(column, fitting, stages) >= bar for least in (_longest_path, _plain)):
             continue
         some = True
         for policy in policies:
@@ -39,6 +40,20 @@ def quick_within(column: Column, fitting: Fitting, policies: Sequence[Policy], l
                 best = Answer(seconds, tuple(stages), tuple(mixes), column, 0.0)
             break
     return best, some
+
+
+def _longest_path(column: Column, fitting: Fitting, stages: Sequence[int]) -> float:
+    """Seconds that a step with these stages takes at least: the longest kept path, every layer in its quickest mode."""
+    f, b, w, hidden_f, hidden_b, transfers, _, _ = column.paths.matrices
+    u, ends = column.units, np.cumsum([0, *stages])
+    counts = fitting.prefix[ends[1:]] - fitting.prefix[ends[:-1]]
+    pipeline = transfers * column.transfer
+    paired, alone = (u.b - u.sb).min(axis=1), u.b.min(axis=1)
+    for weights, layer in ((f, u.f), (-hidden_f, u.sf), (b - hidden_b, alone), (hidden_b, paired), (w, u.w)):
+        pipeline = pipeline + weights @ (counts @ layer)
+    for weights, first, last in zip((f, b, w), u.embedding, u.least_head, strict=True):
+        pipeline = pipeline + weights[:, 0] * first + weights[:, -1] * last
+    return float(column.step(pipeline.max()))
 
 
 def _plain(column: Column, fitting: Fitting, stages: Sequence[int]) -> float:
@@ -64,7 +79,7 @@ def splits(column: Column) -> list[tuple[int, ...]]:
     mean = float(u.f.mean() + u.b.min(axis=1).mean() + u.w.mean()) or 1.0
     first, last = sum(u.embedding) / mean, sum(u.least_head) / mean
     pp, vpp = column.layout.pp, column.layout.vpp
-    ranks = column.paths.ranks
+    ranks = ranks_of_chunks(column.layout.schedule, pp, vpp)
     out = []
     for a, b in ((first, last), (LIGHTER, LIGHTER)):
         if vpp == 1:
@@ -97,10 +112,9 @@ def balanced(layers: int, chunks: int, first: float, last: float, least: int = 1
 
 def spread(column: Column, fitting: Fitting, stages: Sequence[int], policy: Policy) -> list[Mix] | None:
     """A mix for every chunk so that every rank fits, with little recompute; None where the policy has none."""
-    starts = [sum(stages[:c]) for c in range(len(stages) + 1)]
-    spans = [(starts[c], starts[c + 1]) for c in range(len(stages))]
+    spans = list(pairwise([0, *accumulate(stages)]))
     mixes: list[Mix | None] = [None] * len(stages)
-    for rank in range(column.layout.pp):
+    for rank in _fullest_first(column.layout.pp, [sum(stages[c] for c in fitting.held(r)) for r in range(column.layout.pp)]):
         held = list(fitting.held(rank))
         if len(held) == 1:
             found = fitting.least_mix(rank, *spans[held[0]], policy)
@@ -119,6 +133,11 @@ def spread(column: Column, fitting: Fitting, stages: Sequence[int], policy: Poli
                 mixes[c] = max(other, mix, key=_recompute)
     done = [m for m in mixes if m is not None]
     return done if len(done) == len(stages) else None
+
+
+def _fullest_first(ranks: int, layers: Sequence[int]) -> list[int]:
+    """The ranks in about the order in which they are least likely to fit: those of the model's ends, then those of most layers."""
+    return sorted(range(ranks), key=lambda rank: (0 < rank < ranks - 1, -layers[rank]))
 
 
 def _recompute(mix: Mix) -> int:

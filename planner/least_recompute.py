@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ MOMENTS: tuple[str, ...] = (
     "input gradients of a chunk",
     "weight gradients of a chunk",
 )
-AFTER, LOSS = (np.array([[name in some] for name in MOMENTS]) for some in (MOMENTS[3:], MOMENTS[:1]))
+AFTER, LOSS = (np.array([name in some for name in MOMENTS]) for some in (MOMENTS[3:], MOMENTS[:1]))
 """Moments of ``memory.beyond_kept``; which are of microbatches that wait for their weight gradient, and which of the loss."""
 KEPT, BEAM = 5_000, 500
 """Combinations built up at most beyond that; how many of them go on once they were more."""
@@ -65,32 +66,27 @@ def menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
 
 
 def _rated(fitting: Fitting, policy: Policy, counts: Counts) -> list[tuple[float, Mix]]:
-    """The mixes of a chunk that holds these layers, with their seconds of recompute and input gradient."""
+    """The mixes of a chunk that holds these layers, with their seconds of recompute and input gradient, the quickest first."""
     key = (policy, counts)
     if key not in fitting.menus:
-        b = (fitting.column.units.b - fitting.column.units.sb).tolist()
-        fitting.menus[key] = [
-            (sum(n * b[k][m] for k, modes in enumerate(mix) for m, n in enumerate(modes)), mix)
-            for mix in policy.mixes(counts, len(fitting.column.modes))
-        ]
+        b = fitting.column.units.b - fitting.column.units.sb
+        mixes = list(policy.mixes(counts, len(fitting.column.modes)))
+        seconds = np.array(mixes, float).reshape(len(mixes), b.size) @ b.ravel()
+        fitting.menus[key] = [(float(seconds[i]), mixes[i]) for i in np.argsort(seconds, kind="stable")]
     rated: list[tuple[float, Mix]] = fitting.menus[key]
     return rated
 
 
 def _menu(fitting: Fitting, policy: Policy, counts: Counts, chunk: int) -> Menu:
     rated = _rated(fitting, policy, counts)
-    mixes = [mix for _, mix in rated]
-    table = np.zeros((len(mixes), 3 + len(MOMENTS)))
+    table = np.zeros((len(rated), 3 + len(MOMENTS)))
     for row, (seconds, mix) in zip(table, rated, strict=True):
         memory = fitting.chunk(chunk, mix)
         most = dict(beyond_kept(memory, 1, 1, (0.0, 0.0), True))
         row[:] = seconds, memory.kept, memory.weight_pass, *(most.get(name, -np.inf) for name in MOMENTS)
-    kept: list[int] = []
-    for i in np.argsort(table[:, 0], kind="stable"):
-        if not kept or not (table[kept] <= table[i]).all(axis=1).any():
-            kept.append(int(i))
-    rows = table[kept].T
-    return Menu(tuple(mixes[i] for i in kept), rows[0], rows[1], rows[2], rows[3:])
+    beaten = ((table[:, None] <= table).all(axis=2) & ~np.tri(len(table), dtype=bool)).any(axis=0)
+    rows = table[~beaten].T
+    return Menu(tuple(rated[i][1] for i in np.flatnonzero(~beaten)), rows[0], rows[1], rows[2], rows[3:])
 
 
 @dataclass(frozen=True)
@@ -109,14 +105,7 @@ def least_recompute(
 ) -> tuple[float, list[Mix] | None]:
     """(seconds of recompute and input gradient of one microbatch over the rank's chunks that hold ``spans``, each chunk's times its
     weight: no mixes that fit take less; mixes that take as long and fit). inf and None where none fit."""
-    moments = tuple(tuple(x[1:] for x in s) for s in fitting.snapshots[rank])
-    key = (
-        policy,
-        tuple(fitting.counts(*s) for s in spans),
-        tuple(fitting.places[c] for c in fitting.held(rank)),
-        moments,
-        weights,
-    )
+    key = policy, tuple(fitting.counts(*s) for s in spans), fitting.alike[rank], weights
     if key not in fitting.least:
         fitting.least[key] = _least(fitting, policy, rank, spans, weights)
     return fitting.least[key]
@@ -128,7 +117,7 @@ def _least(
     static = fitting.static(rank, spans)
     if max(_bare(fitting, static), rank_memory(fitting.job, 0, static, Peak(0.0, static.update, "")).needed) > fitting.limit:
         return float("inf"), None
-    quickest = [min(_rated(fitting, policy, fitting.counts(*span)), key=lambda one: one[0]) for span in spans]
+    quickest = [_rated(fitting, policy, fitting.counts(*span))[0] for span in spans]
     fastest = [mix for _, mix in quickest]
     if _needed(fitting, static, rank, fastest) <= fitting.limit:
         return sum(w * seconds for w, (seconds, _) in zip(weights or [1.0] * len(spans), quickest, strict=True)), fastest
@@ -157,28 +146,54 @@ def _bare(fitting: Fitting, static: Fixed) -> float:
 def rank_mixes(fitting: Fitting, policy: Policy, rank: int, spans: Sequence[tuple[int, int]]) -> RankMixes:
     """What the mixes of a rank whose chunks hold ``spans`` are chosen under."""
     static = fitting.static(rank, spans)
-    menus = [menu(fitting, policy, fitting.counts(*span), c) for c, span in zip(fitting.held(rank), spans, strict=True)]
-    table = np.array([[(alive, held) for _, alive, held in s] for s in fitting.snapshots[rank]], float)
-    whole = (table[:, :, 1].sum(axis=1) == 0) & (fitting.layout.schedule not in ZERO_BUBBLE)
-    gathered = np.array([_gathered(static)[name] for name in MOMENTS])[:, None]
-    floor = np.where(whole, -np.inf, 0.0)[:, None]
-    loads, beside = [], []
-    for chunk, one in enumerate(menus):
-        alive, held = table[:, chunk, 0], table[:, chunk, 1]
-        loads.append(alive[:, None] * one.kept + held[:, None] * one.waits)
-        at = np.where(AFTER, held > 0, (alive > 0) & (whole | LOSS))  # moment of MOMENTS x moment of the schedule
-        most = np.where(at[:, :, None], (one.beside + gathered)[:, None], -np.inf).max(axis=0)
-        beside.append(np.maximum(most, floor))
+    chunks = [
+        _chunk_mixes(fitting, policy, rank, place, fitting.counts(*span), static.gathered) for place, span in enumerate(spans)
+    ]
     room = (fitting.limit - _bare(fitting, static)) / fitting.job.execution.slack - static.lasting
     if "activations" in fitting.layout.offload:
         room = 1e30
-    return RankMixes(room * (1 + ROUNDING) + len(menus) * GRAIN, loads, beside, menus)
+    room = room * (1 + ROUNDING) + len(chunks) * GRAIN
+    return RankMixes(room, [loads for loads, _, _ in chunks], [beside for _, beside, _ in chunks], [one for _, _, one in chunks])
 
 
-def _gathered(static: Fixed) -> dict[str, float]:
-    """Parameters and gradients that exist whole besides, by moment."""
-    loss, backward = static.gathered
-    return dict(beyond_kept(ChunkMemory(loss=0, head=0), 1, 1, (loss, backward), True))
+def _chunk_mixes(
+    fitting: Fitting, policy: Policy, rank: int, place: int, counts: Counts, gathered: tuple[Any, Any]
+) -> tuple[Floats, Floats, Menu]:
+    """(``loads``, ``beside``, menu) of a rank's chunk, the one at ``place`` of those that it holds. ``gathered``: bytes that exist whole
+    besides, at the loss and in a backward."""
+    key = (policy, counts, fitting.alike[rank], place, gathered)
+    if key not in fitting.menus:
+        one, moments = menu(fitting, policy, counts, fitting.held(rank)[place]), _moments(fitting, rank)
+        loss, backward = gathered
+        whole = dict(beyond_kept(ChunkMemory(loss=0, head=0), 1, 1, (loss, backward), True))
+        more = one.beside + np.array([whole[name] for name in MOMENTS])[:, None]
+        loads = moments.alive[place][:, None] * one.kept + moments.held[place][:, None] * one.waits
+        most = np.where(moments.at[place][:, :, None], more, -np.inf).max(axis=1)
+        fitting.menus[key] = loads, np.maximum(most, moments.floor[:, None]), one
+    found: tuple[Floats, Floats, Menu] = fitting.menus[key]
+    return found
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """The fullest moments of a rank: chunk x moment, microbatches ``alive`` and ``held`` for their weight gradients; ``at``: chunk x moment x
+    ``MOMENTS``, whether it may be that one; ``floor``: the least bytes that exist beside, by moment."""
+
+    alive: Floats
+    held: Floats
+    at: npt.NDArray[np.bool_]
+    floor: Floats
+
+
+def _moments(fitting: Fitting, rank: int) -> _Moments:
+    key = ("moments", fitting.alike[rank])
+    if key not in fitting.menus:
+        alive, held = np.array([[(alive, held) for _, alive, held in s] for s in fitting.snapshots[rank]], float).T
+        whole = (held.sum(axis=0) == 0) & (fitting.layout.schedule not in ZERO_BUBBLE)
+        at = np.where(AFTER, (held > 0)[:, :, None], (alive > 0)[:, :, None] & (whole[:, None] | LOSS))
+        fitting.menus[key] = _Moments(alive, held, at, np.where(whole, -np.inf, 0.0))
+    found: _Moments = fitting.menus[key]
+    return found
 
 
 def _combinations(rank: RankMixes) -> tuple[float, Floats, Ints]:

@@ -21,7 +21,6 @@ from typing import Any
 
 from cost_models.job import GIB, Job
 from cost_models.layout import divisors
-from planner.goodput import goodput
 from planner.plan import Plan
 from planner.solve import PlanRequest, solve
 from planner.space import Space, read_wishes
@@ -167,6 +166,8 @@ def with_goodput(plan: Plan, goal: Goal) -> Plan:
 
 
 def _goodput(nodes: int, failures: Failures, step_seconds: float) -> Any:
+    from planner.goodput import goodput
+
     f = failures
     return goodput(nodes, f.mtbf_hours, f.checkpoint_seconds, f.restart_seconds, repair_hours=f.repair_hours, spare=f.spare,
                    step_seconds=step_seconds)  # fmt: skip

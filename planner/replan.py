@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cost_models.job import Job
 from cost_models.layout import Layout
@@ -20,6 +18,7 @@ from planner.legality import limits_of, padded_vocab
 from planner.plan import Plan
 from planner.solve import PlanRequest, solve
 from profiles.errors import DoesNotFit, InputError
+from profiles.files import read_shipped
 
 MOST_BATCHES_TRIED = 4
 WORTH_SAYING = 1.05
@@ -50,8 +49,7 @@ class Replan:
 @cache
 def checkpoint_rules() -> dict[str, dict[str, Any]]:
     """By target: ``keep``, the layout fields a checkpoint fixes, and ``says``, why."""
-    text = (resources.files("planner") / "data" / "checkpoints.yaml").read_text(encoding="utf-8")
-    data: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    data: dict[str, dict[str, Any]] = read_shipped(Path(__file__).parent / "data" / "checkpoints.yaml")
     return data
 
 

@@ -7,9 +7,8 @@ that both are found once for each of those and spread over the rows by index.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,7 @@ Ints = npt.NDArray[np.int64]
 KIND = {"ring": 0, "ulysses": 1, "allgather": 3}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     prefix: Prefix
     micro_batch: int
     microbatches: int
@@ -101,18 +99,21 @@ class Rows(Sequence[Row]):
         if self.space.excludes_pairs:
             return np.array([sum(self.space.count(row.prefix, b) for b in row.batches) for row in self], np.int64)
         names = sorted({b.schedule for slot in self.slots for b in slot})
-        number = np.array([[sum(b.schedule == n for b in slot) for n in names] for slot in self.slots], np.int64)
-        samples = [{b.schedule: b for b in slot} for slot in self.slots]
-        each = np.zeros((len(self.prefixes), len(names)), np.int64)
-        known: dict[int, tuple[list[int], list[Batch]]] = {}
-        for i, prefix in enumerate(self.prefixes):
+        place = {name: i for i, name in enumerate(names)}
+        slots = np.repeat(np.arange(len(self.slots)), [len(slot) for slot in self.slots])
+        schedules = np.array([place[b.schedule] for slot in self.slots for b in slot], np.int64)
+        number = np.bincount(slots * len(names) + schedules, minlength=len(self.slots) * len(names)).reshape(-1, max(1, len(names)))
+        known: dict[Any, int] = {}
+        at = np.array([known.setdefault(key, len(known)) for key in map(self.space.counted_by, self.prefixes)], np.int64)
+        each = np.zeros((len(known), len(names)), np.int64)
+        samples: dict[int, dict[str, Batch]] = {}
+        for row, i in zip(each, distinct(at[:, None])[0].tolist(), strict=True):
             low = int(self.slot[self.start[i]])
-            if low not in known:
-                some = {name: b for s in samples[low : low + int(self.size[i])] for name, b in s.items()}
-                known[low] = [names.index(name) for name in some], list(some.values())
-            places, batches = known[low]
-            each[i, places] = self.space.counts(prefix, batches)
-        counts: Ints = (number[self.slot] * each[self.at]).sum(axis=1) if len(self) else np.zeros(0, np.int64)
+            if low not in samples:
+                samples[low] = {b.schedule: b for slot in self.slots[low : low + int(self.size[i])] for b in slot}
+            some = samples[low]
+            row[[place[name] for name in some]] = self.space.counts(self.prefixes[i], list(some.values()))
+        counts: Ints = np.einsum("ij,ij->i", number[self.slot], each[at[self.at]])
         return counts
 
     @cached_property

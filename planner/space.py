@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from cost_models.job import Job
@@ -71,6 +71,7 @@ class Space:
         if offload and not self.limits.offload:
             rule = f"{self.limits.target} offloads nothing; plan it for another --execution"
             raise InputError("--allow-offload", True, rule, "--execution megatron")
+        self._active = tuple(rule for rule in RULES.values() if rule.may_break(job, self.limits))
         self._asked: dict[str, _Asked] = {}
         self._rules: dict[tuple[frozenset[str], frozenset[str]], list[_Asked]] = {}
         self._shards: dict[Prefix, tuple[Shard, ...]] = {}
@@ -79,6 +80,7 @@ class Space:
         self._dense_memo: dict[Any, list[tuple[int, int, int]]] = {}
         self._crossed: dict[tuple[str, bool, int], bool] = {}
         self._order_memo: dict[Prefix, list[str]] = {}
+        self._placed: dict[tuple[bool, ...], list[str]] = {}
         self._batches: dict[tuple[int, int, int], tuple[Batch, ...]] = {}
         self._allowed: dict[tuple[str, Any], bool] = {}
 
@@ -86,11 +88,13 @@ class Space:
 
     def _legal(self, chosen: Chosen, known: frozenset[str], new: frozenset[str]) -> bool:
         """Whether no rule that reads one of the ``new`` fields, and only ``known`` ones, is broken."""
-        rules = self._rules.get((known, new))
-        if rules is None:
-            rules = [self._asked_of(r) for r in RULES.values() if r.reads <= known | new and r.reads & new]
-            self._rules[known, new] = rules
-        return self._keeps(chosen, rules)
+        return self._keeps(chosen, self._rules_of(known, new))
+
+    def _rules_of(self, known: frozenset[str], new: frozenset[str]) -> list[_Asked]:
+        """The rules that read one of the ``new`` fields, and only ``known`` ones besides."""
+        if (known, new) not in self._rules:
+            self._rules[known, new] = [self._asked_of(r) for r in self._active if r.reads <= known | new and r.reads & new]
+        return self._rules[known, new]
 
     def _asked_of(self, rule: Rule) -> _Asked:
         return self._asked.setdefault(rule.name, (rule, itemgetter(*sorted(rule.reads)), {}))
@@ -102,7 +106,7 @@ class Space:
             at = read(values)
             good = known.get(at)
             if good is None:
-                good = known[at] = not rule.breaks(Case(self.job, chosen, self.limits))
+                good = known[at] = next(rule.check(Case(self.job, chosen, self.limits)), None) is None
             if not good:
                 return False
         return True
@@ -168,14 +172,15 @@ class Space:
 
     def _experts(self, base: Chosen, known: frozenset[str], experts: int, width: int) -> Iterator[Prefix]:
         stage = base.tp * base.cp * base.dp
+        chosen, rules = Chosen(**base.__dict__), self._rules_of(known, frozenset(("ep", "etp")))
         for ep in divisors(experts) if experts > 1 else [1]:
             if stage % ep or not self.allowed("ep", ep):
                 continue
             for etp in self._expert_tensor(base.tp, stage // ep) if experts > 1 else [1]:
                 if stage % (ep * etp) or width % etp or not self.allowed("etp", etp):
                     continue
-                chosen = Chosen(**base.__dict__, ep=ep, etp=etp)
-                if self._legal(chosen, known, frozenset(("ep", "etp"))):
+                chosen.choose(("ep", "etp"), (ep, etp))
+                if self._keeps(chosen, rules):
                     yield Prefix(base.tp, base.cp, base.cp_kind, base.pp, base.dp, ep, etp, base.sp)
 
     def _expert_tensor(self, tp: int, ranks: int) -> list[int]:
@@ -203,20 +208,23 @@ class Space:
 
     def _batch_choices(self, cp: int, pp: int, dp: int) -> Iterator[Batch]:
         known = frozenset(("cp", "pp", "dp"))
+        micro_rules = self._rules_of(known, frozenset(("micro_batch",)))
+        schedule_rules = self._rules_of(known | {"micro_batch"}, frozenset(("schedule",)))
+        chunk_rules = self._chunk_rules
         each, pipelines = self.job.global_batch // dp, self._pipelines(pp)
         for micro in divisors(each):
             if not self.allowed("micro_batch", micro):
                 continue
             chosen = Chosen(cp=cp, pp=pp, dp=dp, micro_batch=micro)
-            if not self._legal(chosen, known, frozenset(("micro_batch",))):
+            if not self._keeps(chosen, micro_rules):
                 continue
             for schedule, chunks in pipelines.items():
                 chosen.schedule = schedule
-                if not self._legal(chosen, known | {"micro_batch"}, frozenset(("schedule",))):
+                if not self._keeps(chosen, schedule_rules):
                     continue
                 for vpp in chunks:
                     chosen.vpp = vpp
-                    if self._keeps(chosen, self._chunk_rules):
+                    if self._keeps(chosen, chunk_rules):
                         yield Batch(micro, schedule, vpp, each // micro)
 
     def _pipelines(self, pp: int) -> dict[str, list[int]]:
@@ -240,7 +248,7 @@ class Space:
     def _chunk_rules(self) -> list[_Asked]:
         """The rules that read the chunks a rank and something else than the pipeline and its schedule."""
         known = {"cp", "pp", "dp", *BATCH_FIELDS}
-        return [self._asked_of(r) for r in RULES.values() if "vpp" in r.reads <= known and not r.reads <= {"pp", "schedule", "vpp"}]
+        return [self._asked_of(r) for r in self._active if "vpp" in r.reads <= known and not r.reads <= {"pp", "schedule", "vpp"}]
 
     def _worth_searching(self, pp: int, vpp: int) -> bool:
         """Whether ``vpp`` chunks a rank are tried: many chunks only where they hold equally many layers, unless vpp is pinned."""
@@ -296,7 +304,7 @@ class Space:
         """The rules of a prefix's completions."""
         split, way, experts = set(SPLIT_FIELDS), set(WAY_FIELDS), {"ep", "etp"}
         out = _ShardRules([], [], [], [])
-        for rule in RULES.values():
+        for rule in self._active:
             if rule.reads <= {*PREFIX_FIELDS, *SHARD_FIELDS} and rule.reads & {*SHARD_FIELDS}:
                 one = (
                     out.way
@@ -322,12 +330,15 @@ class Space:
                 if zero:
                     yield dp // shard, shard, zero
 
-    def _orders(self, prefix: Prefix) -> Iterator[str]:
-        seen: list[str] = []
-        for order in self.limits.orders:
-            if self.allowed("order", order) and not any(same_placement(prefix, order, other) for other in seen):
-                seen.append(order)
-                yield order
+    def _orders(self, prefix: Prefix) -> list[str]:
+        """Orders that place ranks differently, which only axes of more than one rank can."""
+        key = (prefix.tp > 1, prefix.cp > 1, prefix.pp > 1, prefix.dp > 1)
+        if key not in self._placed:
+            seen = self._placed[key] = []
+            for order in self.limits.orders:
+                if self.allowed("order", order) and not any(same_placement(prefix, order, other) for other in seen):
+                    seen.append(order)
+        return self._placed[key]
 
     def _dispatchers(self, prefix: Prefix) -> Sequence[str]:
         if prefix.ep == 1:
@@ -352,7 +363,7 @@ class Space:
     def _crossing(self) -> list[_Asked]:
         batch, shard = set(BATCH_FIELDS), set(SHARD_FIELDS)
         known = {*PREFIX_FIELDS, *batch, *shard}
-        return [self._asked_of(r) for r in RULES.values() if r.reads & batch and r.reads & shard and r.reads <= known]
+        return [self._asked_of(r) for r in self._active if r.reads & batch and r.reads & shard and r.reads <= known]
 
     def _values(self, prefix: Prefix, batch: Batch, shard: Shard) -> dict[str, Any]:
         return {
@@ -378,6 +389,12 @@ class Space:
     @cached_property
     def may_offload(self) -> bool:
         return any(self._offloads())
+
+    @cached_property
+    def counted_by(self) -> Callable[[Prefix], Any]:
+        """What of a prefix says how many columns complete its cores: what the rules of a completion read, and what places ranks."""
+        read = {"tp", "cp", "pp", "dp", "ep"}.union(*(rule.reads for rule in self._active if rule.reads & {*SHARD_FIELDS}))
+        return attrgetter(*(f for f in PREFIX_FIELDS if f in read or self.excludes_pairs))
 
     def count(self, prefix: Prefix, batch: Batch) -> int:
         """How many columns complete a core."""

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from profiles.cluster import ClusterSpec, Level
 from profiles.errors import InputError
-from profiles.files import read_yaml
+from profiles.files import read_shipped, read_yaml
 from profiles.gpu import Constant, GpuProfile
 from profiles.links import Link
 
@@ -97,12 +96,12 @@ CURVES = {"matmul", "grouped"}
 
 
 def _folder(kind: str) -> Path:
-    return Path(str(files("profiles") / "data" / kind))
+    return Path(__file__).parent / "data" / kind
 
 
 @cache
 def _raw(kind: str, name: str) -> dict[str, Any]:
-    data = _read(_folder(kind) / f"{name}.yaml", kind)
+    data: dict[str, Any] = read_shipped(_folder(kind) / f"{name}.yaml")
     like = data.pop("like", None)
     if like is not None:
         data = _merged({key: value for key, value in _raw(kind, like).items() if key != "aliases"}, data)

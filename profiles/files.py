@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +16,14 @@ from profiles.errors import InputError, one_line
 LARGEST_JSON_BYTES, LARGEST_YAML_BYTES = 64 << 20, 4 << 20
 DEEPEST_YAML = 64
 """Levels of a YAML document: what is parsed in C would overflow its stack on a hundred thousand of them."""
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Refused(Exception):
     """YAML that is whole and still not read here; the message is the rule it breaks."""
 
 
-class _NoDuplicates(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class _NoDuplicates(_Loader):  # type: ignore[misc]
     """The safe loader, which refuses a mapping with one key twice (YAML 1.2, section 3.2.1.3: keys are unique)."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -87,8 +87,15 @@ def read_yaml(path: Path | str, field: str) -> Any:
     return parse_yaml(read_text(path, field, LARGEST_YAML_BYTES), field, path)
 
 
+def read_shipped(path: Path) -> Any:
+    """The document of a YAML file that ships with these packages, which needs none of ``read_yaml``'s guards."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write one file beside its place, then rename it there."""
+    import tempfile
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from profiles.errors import InputError
 from profiles.operations import BYTES, Attend, GroupedMatmul, Matmul, Number, Pointwise, between, ceiling, larger, smaller
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 Origin = Literal["datasheet", "measured", "fitted", "estimate"]
 TILE_ROWS = 128
 """Query rows of one attention tile, and the row tile to which grouped products pad (FlashAttention, CUTLASS defaults)."""

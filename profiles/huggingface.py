@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from profiles.families.registry import read_config
 from profiles.files import LARGEST_YAML_BYTES, parse_yaml, read_text
 from profiles.model import ModelSpec
 
-DATA = files("profiles") / "data"
+DATA = Path(__file__).parent / "data"
 NOISE = re.compile(r"meta|hf|instruct|chat|base|it|pt|preview|thinking|v0\.\d")
 """Words of a checkpoint's name that do not change its shapes."""
 

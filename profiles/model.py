@@ -24,7 +24,7 @@ Count = Annotated[int, Field(gt=0)]
 class Spec(BaseModel):
     """Base of every record here: immutable, hashable, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,), defer_build=True)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with ``update``; what was cached of the original (groups, parameters) is worked out anew."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,7 @@ from planner.command_line import (
     Several,
     Tokens,
     as_json,
+    collect_seldom,
     command,
     goal_options,
     job_options,
@@ -24,6 +25,10 @@ from planner.command_line import (
 )
 from planner.number_types import TIE, Count, Real
 from profiles.errors import InputError
+
+if TYPE_CHECKING:
+    from cost_models.job import Job
+    from planner.plan import Plan
 
 PLAN_EXAMPLE = f"""axisplan plan {EXAMPLE_JOB} --out plan.json
 axisplan plan llama-3.1-405b --cluster h100-sxm:2048x8 --seq-len 8k --global-batch 2048 --prove
@@ -53,13 +58,11 @@ out_option = click.option("--out", type=click.Path(path_type=Path, dir_okay=Fals
 @as_json
 def plan(out: Path | None, as_json: bool, **options: Any) -> None:
     """The fastest layout that fits, the runners-up, and the proof."""
+    collect_seldom()
     from dataclasses import replace
 
-    from planner import screen, screen_whatif
     from planner.emit.possible import NO_FILES, model_refusal, with_refusal
     from planner.objectives import answer
-    from planner.routing import with_routing
-    from planner.screen_measured import show_measured
     from planner.solve import PlanRequest
 
     wishes = {key: options.pop(key) for key in ("pins", "exclude", "top", "similar", "tie", "prove", "offload", "time_limit")}
@@ -72,20 +75,34 @@ def plan(out: Path | None, as_json: bool, **options: Any) -> None:
         click.echo(f"warning, before planning: {NO_FILES}{why}", err=True)
     many = len(goal.batches) > 1 or goal.objective not in ("step-time", "tokens-per-second-per-gpu")
     if many or sys.stderr.isatty():
+        from planner import screen
+
         with screen.progress(screen.console(stderr=True), goal.objective if many else "planning") as show:
             found = answer(request, goal, show) if many else answer(replace(request, report=show), goal)
     else:
         found = answer(request, goal)
-    found = with_refusal(with_routing(found))
+    found = with_refusal(found)
+    if job.routing:
+        from planner.routing import with_routing
+
+        found = with_routing(found)
     if out:
         found.save(out)
     if as_json:
         click.echo(found.text(), nl=False)
     else:
-        terminal = screen.console()
-        screen.show_plan(terminal, found, str(out) if out else None)
-        show_measured(terminal, job, found.layout_object)
-        screen_whatif.show_extras(terminal, found)
+        show_found(found, job, out)
+
+
+def show_found(found: Plan, job: Job, out: Path | None) -> None:
+    """A plan on the terminal; ``out``: where it was written."""
+    from planner import screen, screen_whatif
+    from planner.screen_measured import show_measured
+
+    terminal = screen.console()
+    screen.show_plan(terminal, found, str(out) if out else None)
+    show_measured(terminal, job, found.layout_object)
+    screen_whatif.show_extras(terminal, found)
 
 
 GOALS = ("objective", "deadline", "tokens", "mtbf", "checkpoint_seconds", "restart_seconds", "repair_hours", "spare")
@@ -124,6 +141,7 @@ def sweep(
     **options: Any,
 ) -> None:
     """Plans over GPU counts, sequence lengths, batches and GPU types; or every candidate of them, and why it lost."""
+    collect_seldom()
     from planner import screen, screen_whatif
     from planner import sweep as sweeps
     from planner.solve import PlanRequest
@@ -160,6 +178,7 @@ def sweep(
 @as_json
 def replan(plan: Path, gpus: int, out: Path | None, as_json: bool, **options: Any) -> None:
     """The best plan on another number of GPUs that can load the checkpoints of PLAN, and what changes."""
+    collect_seldom()
     from planner import screen, screen_whatif
     from planner.plan import Plan
     from planner.replan import replan as again

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from planner.emit.core import Variable
 from planner.emit.options import Option, read_options
 from planner.plan import Plan
+from profiles.files import read_shipped
 
 BLACKWELL = 10
 DEEPEP = {
@@ -101,8 +100,7 @@ def network(facts: Facts) -> tuple[Variable, ...]:
 
 @cache
 def _gpus() -> dict[str, dict[str, Any]]:
-    text = (resources.files("planner") / "data" / "gpus.yaml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    table: dict[str, dict[str, Any]] = read_shipped(Path(__file__).parents[1] / "data" / "gpus.yaml")
     return table
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from importlib.resources import files
 from pathlib import Path
 from string import Template
 
@@ -15,7 +13,7 @@ from profiles.files import naming
 
 def fill(template: str, **values: str) -> str:
     """The named template file with its ``$name`` fields filled; a field without a value is an error in the emitter (KeyError)."""
-    text = (files("planner.emit") / "templates" / template).read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
     return Template(text).substitute(values)
 
 
@@ -25,6 +23,8 @@ def write_folder(out: Path, contents: dict[str, str], executable: tuple[str, ...
     An existing folder is replaced only when it holds an earlier emission (it has a plan.json and nothing that is not ours).
     Raises InputError otherwise; an OSError (no space, no permission) leaves nothing behind.
     """
+    import tempfile
+
     out = Path(out)
     if out.exists():
         if not out.is_dir():

@@ -9,16 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cost_models.execution import load_execution
 from cost_models.job import Job
 from cost_models.layout import Layout
 from planner.legality import violations
 from profiles.errors import InputError
+from profiles.files import read_shipped
 from profiles.hardware import load_cluster
 from profiles.huggingface import load_model
 from profiles.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe, uniform
@@ -70,8 +69,7 @@ def model_of(facts: Mapping[str, Any], layout: Layout) -> ModelSpec:
 @cache
 def known_keys(target: str) -> dict[str, frozenset[str]]:
     """Keys that the target reads, by section."""
-    text = (resources.files("planner") / "data" / "target_keys.yaml").read_text(encoding="utf-8")
-    table: dict[str, list[list[str]]] = yaml.safe_load(text)[target]
+    table: dict[str, list[list[str]]] = read_shipped(Path(__file__).parents[1] / "data" / "target_keys.yaml")[target]
     return {section: frozenset(key for row in rows for key in row) for section, rows in table.items()}
 
 

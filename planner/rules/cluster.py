@@ -35,12 +35,15 @@ def experts_fill_the_stage(case: Case) -> Iterator[Break]:
                 f" (so etp*ep*pp = {used * layout.pp} the {stage * layout.pp} GPUs){hint}")  # fmt: skip
 
 
-@rule("cluster", "tp cp dp_shard ep etp", "an expert group lies inside one sharded replica where the target says so")
+@rule(
+    "cluster", "tp cp dp_shard ep etp", "an expert group lies inside one sharded replica where the target says so",
+    lambda _, limits: limits.ep_in_replica,
+)  # fmt: skip
 def experts_inside_a_replica(case: Case) -> Iterator[Break]:
     layout = case.layout
     replica, used = layout.tp * layout.cp * layout.dp_shard, layout.etp * layout.ep
     apart = layout.dp_shard == 1 and case.limits.ep_over_replicas
-    if used > 1 and replica % used and case.limits.ep_in_replica and not apart:
+    if used > 1 and replica % used and not apart:
         yield Break(
             "ep",
             layout.ep,
@@ -77,22 +80,26 @@ def pool_sizes(cluster: Any) -> tuple[int, ...]:
     return tuple(int(p.gpus) for p in (getattr(cluster, "pools", None) or ()))
 
 
-@rule("cluster", "tp cp pp dp", "on mixed GPU types a stage lies in one pool, and every pool holds whole stages")
+@rule(
+    "cluster", "tp cp pp dp", "on mixed GPU types a stage lies in one pool, and every pool holds whole stages",
+    lambda job, _: len(pool_sizes(job.cluster)) > 1,
+)  # fmt: skip
 def stages_inside_a_pool(case: Case) -> Iterator[Break]:
     sizes = pool_sizes(case.job.cluster)
     layout = case.layout
     stage = layout.tp * layout.cp * layout.dp
-    if len(sizes) > 1 and any(size % stage for size in sizes):
+    if any(size % stage for size in sizes):
         legal = [p for p in divisors(sum(sizes)) if all(size % (sum(sizes) // p) == 0 for size in sizes)]
         yield Break("pp", layout.pp, f"stages of {stage} ranks do not fill pools of {listed(sizes)} GPUs", tuple(legal))
 
 
 @rule(
-    "cluster", "tp cp pp dp order", "on mixed GPU types the pipeline is the outermost axis, so that a stage's ranks are neighbours"
-)
+    "cluster", "tp cp pp dp order", "on mixed GPU types the pipeline is the outermost axis, so that a stage's ranks are neighbours",
+    lambda job, _: len(pool_sizes(job.cluster)) > 1,
+)  # fmt: skip
 def pools_need_the_pipeline_outermost(case: Case) -> Iterator[Break]:
     layout = case.layout
-    if len(pool_sizes(case.job.cluster)) > 1 and not same_placement(layout, layout.order, OUTERMOST):
+    if not same_placement(layout, layout.order, OUTERMOST):
         yield Break("order", layout.order, "would spread a stage over GPUs of several types", (OUTERMOST,))
 
 
@@ -110,15 +117,12 @@ def order_is_expressible(case: Case) -> Iterator[Break]:
     "cluster",
     "tp cp pp dp ep etp order",
     "with another order than the default, expert data parallelism equals data parallelism where the target says so",
+    lambda job, limits: limits.edp_equals_dp_unless_default_order and job.model.moe is not None,
 )
 def folding_needs_the_default_order(case: Case) -> Iterator[Break]:
     layout = case.layout
     default = case.limits.orders[0]
-    if (
-        not case.limits.edp_equals_dp_unless_default_order
-        or case.job.model.moe is None
-        or same_placement(layout, layout.order, default)
-    ):
+    if same_placement(layout, layout.order, default):
         return
     edp = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
     if edp != layout.dp:
@@ -143,10 +147,11 @@ def same_placement(layout: Any, one: str, other: str) -> bool:
     "cluster",
     "tp cp dp ep etp dp_replicate zero",
     "replicas of a sharded optimizer divide expert data parallelism where the target says so",
+    lambda job, limits: limits.replicas_divide_edp and job.model.moe is not None,
 )
 def replicas_divide_expert_replicas(case: Case) -> Iterator[Break]:
     layout = case.layout
-    if case.job.model.moe is None or not case.limits.replicas_divide_edp or layout.zero == 0:
+    if layout.zero == 0:
         return
     edp, rest = divmod(layout.tp * layout.cp * layout.dp, layout.ep * layout.etp)
     if rest == 0 and edp % layout.dp_replicate:

@@ -25,7 +25,8 @@ TERMS: dict[str, tuple[str, Callable[[Case], bool]]] = {
 """What a combination may name: the field to blame, and when it holds."""
 
 
-@rule("target", "tp cp ep dp_replicate dp_shard zero offload", "the target has these features together")
+@rule("target", "tp cp ep dp_replicate dp_shard zero offload", "the target has these features together",
+      lambda _, limits: bool(limits.excluded))  # fmt: skip
 def combination_is_expressible(case: Case) -> Iterator[Break]:
     for entry in case.limits.excluded:
         if all(TERMS[name][1](case) for name in entry["with"]):

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cost_models.job import Job
 from profiles.errors import AxisplanError
+from profiles.files import read_shipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,7 @@ class Case:
 
 
 Check = Callable[[Case], Iterator[Break]]
+When = Callable[[Job, Limits], bool]
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,28 @@ class Rule:
     sentence: str
     reads: frozenset[str]
     check: Check
+    when: When | None = None
+    """Whether any layout of a job may break it; None: it always may."""
+
+    def may_break(self, job: Job, limits: Limits) -> bool:
+        return self.when is None or self.when(job, limits)
 
     def breaks(self, case: Case) -> list[Break]:
-        return list(self.check(case))
+        return list(self.check(case)) if self.may_break(case.job, case.limits) else []
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(group: str, reads: str, sentence: str) -> Callable[[Check], Check]:
-    """Register the decorated function as the rule of its name. ``reads`` lists the layout fields it looks at."""
+def rule(group: str, reads: str, sentence: str, when: When | None = None) -> Callable[[Check], Check]:
+    """Register the decorated function as the rule of its name. ``reads`` lists the layout fields it looks at; ``when`` says of which jobs
+    a layout may break it."""
 
     def register(check: Check) -> Check:
         name = check.__name__
         if name in RULES:
             raise AxisplanError(f"rule {name} is defined twice")
-        RULES[name] = Rule(name, group, sentence, frozenset(reads.split()), check)
+        RULES[name] = Rule(name, group, sentence, frozenset(reads.split()), check, when)
         return check
 
     return register
@@ -90,8 +96,7 @@ def rule(group: str, reads: str, sentence: str) -> Callable[[Check], Check]:
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    text = (resources.files("planner") / "data" / "limits.yaml").read_text(encoding="utf-8")
-    data: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    data: dict[str, dict[str, Any]] = read_shipped(Path(__file__).parents[1] / "data" / "limits.yaml")
     base = {"like": "", **data["any"]}
     for target, row in data.items():
         unknown = set(row) - set(base)

@@ -6,16 +6,14 @@ feed-forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from profiles.errors import InputError
 from profiles.families.fields import Fields
 from profiles.model import FeedForward, Mlp, Moe
 
 
-@dataclass(frozen=True)
-class FfnFacts:
+class FfnFacts(NamedTuple):
     """What a family's config does not say of its feed-forwards."""
 
     gated: bool = True

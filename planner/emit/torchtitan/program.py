@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cost_models.job import Job
 from cost_models.layout import Layout, even_split
@@ -19,6 +17,7 @@ from planner.emit.options import read_options
 from planner.emit.readme import comment
 from planner.emit.torchtitan.releases import OPTIONS, RELEASES, Release
 from planner.plan import Plan
+from profiles.files import read_shipped
 from profiles.huggingface import load_model
 from profiles.model import ModelSpec
 
@@ -104,7 +103,7 @@ def literal(value: Any) -> str:
 
 @cache
 def table() -> dict[str, Any]:
-    data: dict[str, Any] = yaml.safe_load((resources.files("planner") / "data" / "torchtitan.yaml").read_text(encoding="utf-8"))
+    data: dict[str, Any] = read_shipped(Path(__file__).parents[2] / "data" / "torchtitan.yaml")
     return data
 
 
