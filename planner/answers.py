@@ -29,11 +29,13 @@ LEAN = 12
 """Rows that need least memory, looked at for what a job needs that does not fit: bounds pass over what a micro batch costs."""
 CLOSE = 0.98
 """Share of the best answer's seconds above which what looks no faster is not tried first."""
-TRIES, ALIKE = 12, 4
+TRIES, ALIKE = 10, 4
 """Cores that look fast answered before the rest is bounded, and of the same degrees, each with another schedule."""
 VAIN = 2
 """Cores of a family tried for a runner-up at most."""
-ROWS, BLOCKS, UNFIT = 512, 4, 1.5
+RECOMPUTED, SHARDED, UNFIT = 1 / 3, 1.4, 1.5
+"""How much slower a row counts where all layers recompute; times where only sharded gradients or parameters fit, and where not even those."""
+ROWS, BLOCKS = 256, 6
 """Rows whose columns' hopes are looked at together, how many times at most, and how many times slower a row counts that does not fit
 even where everything is sharded and recomputed."""
 
@@ -168,8 +170,11 @@ class Answers:
 
     def _hopeful(self, left: npt.NDArray[np.int64]) -> Iterator[Hope]:
         """Columns of the rows ``left``, the most hopeful first as far as rows say which ones to look at, some of them at a time."""
-        fits = self.rows.bytes[3] <= self.job.limit_bytes
-        hope = self.row_bounds * (1 + self.rows.idle()) * np.where(fits, 1.0, UNFIT)
+        _, plain, tight, sharded = self.rows.bytes
+        limit = self.job.limit_bytes
+        recomputed = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
+        hope = self.row_bounds * (1 + self.rows.idle()) * (1 + RECOMPUTED * recomputed)
+        hope *= np.where(tight > limit, SHARDED, 1.0) * np.where(sharded > limit, UNFIT, 1.0)
         left, waiting = left[np.lexsort((left, hope[left]))], list[Hope]()
         for place, start in enumerate(range(0, min(len(left), BLOCKS * ROWS), ROWS)):
             if place == len(self._hopes):
