@@ -115,8 +115,17 @@ class Cores(CoreCosts):
         most = np.floor((budget + spare) / np.maximum(each[:, None], 1e-30) + ROUNDING)
         good = (most >= vpp).all(axis=1) & (most.sum(axis=1) >= self.main.layers)
         at = np.flatnonzero(good)
-        whole = seconds + less[at, None] + m[at] * (spare - ends)[at]
-        return at[_together(whole / each[at, None], layer[at] / each[at], m[at, 0], vpp) >= self.main.layers * (1 - ROUNDING)]
+        each, layer, m, enough = each[at], layer[at] / each[at], m[at], self.main.layers * (1 - ROUNDING)
+        time, share = (seconds + less[at, None] + m * (spare - ends)[at]) / each[:, None], layer / vpp
+        down, up = np.arange(pp)[::-1], np.arange(pp)
+        good = _together(time + up * share[:, None] * (vpp - 1), np.repeat(m, pp, axis=1), share, down) >= enough
+        if (
+            schedule == "zb-h1"
+        ):  # a rank's backwards begin when the first has come back, before it the forwards that it may be ahead
+            f, b = c.f[at] / each, c.b[at] / each
+            own = m - np.minimum(down + 1, m) * f[:, None]
+            good &= _together(time - (self.main.layers * f)[:, None], own, b, up) >= enough
+        return at[good]
 
     def _ahead(self, c: Costs, f: Floats, budget: Floats, each: Floats, more: Ints) -> Floats:
         """Column x rank: seconds a microbatch of the forwards that a rank of 1F1B has done when its first backward comes, which the path
@@ -245,12 +254,12 @@ class Cores(CoreCosts):
         return float(shape.least(chosen, np.array([low]), np.array([high]), layers, steps=FINE)[0])
 
 
-def _together(time: Floats, wait: Floats, microbatches: Ints, vpp: int) -> Floats:
-    """By column: most layers n of all ranks together where m n_r + wait x (the first chunks of ranks before r) <= ``time`` of r, a first chunk
-    holding n_q / vpp layers or a part of one less: the dual of that linear program, at the prices that meet its every constraint."""
-    share, total, prices = wait / vpp, np.zeros(len(time)), np.zeros(len(time))
-    for rank in reversed(range(time.shape[1])):
-        price = np.maximum(0.0, 1 - share * prices) / microbatches
-        total += price * (time[:, rank] + rank * share * (vpp - 1))
+def _together(time: Floats, own: Floats, share: Floats, order: Ints) -> Floats:
+    """By column: most layers n of all ranks together where ``own`` n_r + ``share`` x (those of the ranks after r in ``order``) <= ``time`` of
+    each rank r: the dual of that linear program, at the prices that meet its every constraint."""
+    total, prices = np.zeros(len(time)), np.zeros(len(time))
+    for rank in order:
+        price = np.maximum(0.0, 1 - share * prices) / np.maximum(own[:, rank], 1e-30)
+        total += price * time[:, rank]
         prices += price
     return total

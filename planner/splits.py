@@ -64,7 +64,7 @@ class Splits:
         once = bool((microbatches == 1).all())
         state, embedding, head = states_of(rows.job, table, shard, zero, offload=offload, once=once)
         beside = (ends.start + ends.end) @ rows.totals + ends.start_least + ends.end_least
-        work = (microbatches * bulk.total(rows.totals) + beside) / pp
+        work = np.maximum(rows.work[which], (microbatches * bulk.total(rows.totals) + beside) / pp)
         gathered = gathered_of(rows.job, table, shard, zero)
         return cls(which, np.full(len(which), zero), shard, bulk, ends, state, embedding, head, gathered, work)
 
