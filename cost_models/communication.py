@@ -216,18 +216,21 @@ def exposed(
             continue
         time = network.seconds(op.kind, op.axis, op.bytes, op.count)
         if op.axis == "tp" and overlap in ("userbuffers", "async"):
-            seconds["tp"] += time * execution.tp_exposed
+            family, time = "tp", time * execution.tp_exposed
         elif op.axis == "tp" and overlap == "backward" and _behind(op, which):
             tp_behind.append(time)
+            continue
         elif op.axis == "ring" and op.kind == "send_recv" and execution.cp_overlap and not is_host(network.cluster.gpu):
             ring.append(time)
+            continue
         else:
-            seconds[FAMILY.get(op.axis, op.axis)] += time
+            family = FAMILY.get(op.axis, op.axis)
+        seconds[family] = seconds[family] + time
     if tp_behind:
-        seconds["tp"] += hidden(sum(tp_behind), beside.matmul)
+        seconds["tp"] = seconds["tp"] + hidden(sum(tp_behind), beside.matmul)
     if ring:
         ranks = network.layout.ring
-        seconds["cp"] += hidden(sum(ring), beside.attention * (ranks - 1) / ranks)
+        seconds["cp"] = seconds["cp"] + hidden(sum(ring), beside.attention * (ranks - 1) / ranks)
     return dict(seconds)
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.hashing import HashedOnce
 from cost_models.layout_text import integer, one_of, pairs, shown, value_of
@@ -37,8 +37,7 @@ RECOMPUTE_MODULES = (
 """Module names a selective recompute may list: Megatron's, and ``op`` for TorchTitan's every-second-matmul policy."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputeRule:
+class RecomputeRule(NamedTuple):
     """Layers ``first..last`` (inclusive; last None = to the end) run in ``mode``: none, full, or selective of ``modules``."""
 
     first: int

@@ -267,8 +267,9 @@ def exchange_of(job: Job, degrees: Any, unit: Unit) -> Exchange | None:
 def _outside(moe: Moe, nodes: Number, ep: Number) -> Number:
     """Copies of a token that go to other nodes over those that go to ranks: 1 where the group lies in one node."""
     if isinstance(nodes, np.ndarray):
-        known = {pair: _outside(moe, *pair) for pair in {*zip(nodes.tolist(), ep.tolist(), strict=True)}}
-        return np.array([known[pair] for pair in zip(nodes.tolist(), ep.tolist(), strict=True)])
+        pairs = list(zip(nodes.ravel().tolist(), np.broadcast_to(ep, nodes.shape).ravel().tolist(), strict=True))
+        known = {pair: _outside(moe, *pair) for pair in {*pairs}}
+        return np.array([known[pair] for pair in pairs]).reshape(nodes.shape)
     return 1.0 if nodes == 1 else min(1.0, nodes_reached(moe, nodes) / float(expected_distinct(moe.experts, moe.top_k, ep)))
 
 

@@ -6,7 +6,7 @@ Source of the sharding: ZeRO (arXiv:1910.02054). Stage 1 shards the optimizer's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cost_models.arrays import maximum
@@ -202,7 +202,7 @@ def adapter_weights(weights: tuple[Weight, ...], rank: int, *, fused_gate_up: bo
     """LoRA (arXiv:2106.09685): beside each linear layer A (rank x inputs) and B (outputs x rank); the one on the split side of the
     layer is split with it. Gate and up projection have a pair each where the framework does not fuse them."""
     out = []
-    apart = [(replace(w, rows=w.rows // 2),) * 2 if w.gated and not fused_gate_up else (w,) for w in weights if w.linear]
+    apart = [(w._replace(rows=w.rows // 2),) * 2 if w.gated and not fused_gate_up else (w,) for w in weights if w.linear]
     for w in (half for halves in apart for half in halves):
         expert = w.split == "expert"
         by_input = not expert and w.by_input

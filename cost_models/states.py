@@ -8,8 +8,8 @@ count of ``profiles.parameters``: a test.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from cost_models.arrays import ceil_div, maximum
 from cost_models.execution import Execution
@@ -19,8 +19,7 @@ from profiles.operations import Number
 Split = Literal["none", "tp", "kv", "groups", "expert", "vocab", "mtp"]
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(NamedTuple):
     """A parameter tensor: ``rows`` x ``columns`` (1 for a vector), ``copies`` of it (experts), and the way it is split:
     ``tp``; ``kv`` (TP, but never below ``whole`` rows, one KV head, unless the framework cuts heads); ``groups`` (the same for
     state-space groups); ``expert`` (copies over EP, the matrix over ETP); ``vocab`` (padded rows over TP); ``mtp`` (over TP where the
@@ -130,7 +129,7 @@ def _matrix(
 
 def _feed_forward(hidden: int, name: str, width: int, gated: bool, bias: bool, split: Split) -> list[Weight]:
     up = _matrix(f"{name}_up", name, (2 if gated else 1) * width, hidden, bias, split)
-    up = [replace(w, gated=gated) for w in up]
+    up = [w._replace(gated=gated) for w in up]
     return up + _matrix(f"{name}_down", name, hidden, width, bias, split, bias_split="none")
 
 

@@ -7,9 +7,10 @@ out: a lower bound, which a property test says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +35,10 @@ Ints = npt.NDArray[np.int64]
 COLUMNS = ("tp", "ring", "ulysses", "ep", "etp", "micro_batch", "kind")
 """Columns of a key: the degrees that a layer's own passes depend on; ``kind`` indexes ``KINDS``."""
 KINDS = ("ring", "ulysses", "hybrid", "allgather")
-BLOCK = 1 << 14
-"""Keys priced at once."""
-Seconds = tuple[Floats, Floats, Floats]
-"""(f, b by mode, w) of a unit by key."""
+SMALL = 1 << 14
+"""Places of a grid whose arrays stay near the processor."""
+Seconds = tuple[Floats, list[Floats], Floats]
+"""(f, b of each mode, w) of a unit by place of a grid."""
 
 
 @dataclass(frozen=True)
@@ -82,42 +83,87 @@ def lower_seconds(job: Job, keys: Ints, modes: Sequence[RecomputeRule] = (NO_REC
     units: dict[Unit, Sequence[RecomputeRule]] = {EMBEDDING: (NO_RECOMPUTE,), HEAD: (NO_RECOMPUTE,)}
     units |= dict.fromkeys((*range(len(model.kinds)), *((MTP,) if model.mtp else ())), modes)
     for kind, name in enumerate(KINDS):
-        for at in _blocks(np.flatnonzero(keys[:, 6] == kind)):
-            found = _least_seconds(job, keys[at], name, units)
+        for grid in grids(keys, kind):
+            at, found = grid.keys, _least_seconds(job, grid, name, units)
             for k in range(len(model.kinds)):
-                f[at, k], b[at, k], w[at, k] = found[k]
+                ahead, back, weight = found[k]
+                f[at, k], w[at, k] = grid.spread(ahead), grid.spread(weight)
+                for mode, seconds in enumerate(back):
+                    b[at, k, mode] = grid.spread(seconds)
             for out, unit in ((embedding, EMBEDDING), (head, HEAD)):
                 ahead, back, weight = found[unit]
-                out[at] = np.stack([ahead, back[:, 0], weight], axis=1)
+                out[at] = np.stack([grid.spread(part) for part in (ahead, back[0], weight)], axis=1)
             if model.mtp:
                 ahead, back, weight = found[MTP]
-                head[at] += model.mtp * np.stack([ahead, back.min(axis=1), weight], axis=1)
+                parts = ahead, reduce(np.minimum, back), weight
+                head[at] += model.mtp * np.stack([grid.spread(part) for part in parts], axis=1)
     return Bulk(f, b, w, embedding, head)
 
 
-def _blocks(at: Ints) -> Iterator[Ints]:
-    """``at`` in parts whose arrays stay near the processor."""
-    return (at[start : start + BLOCK] for start in range(0, len(at), BLOCK))
+@dataclass(frozen=True)
+class Grid:
+    """Keys of one kind as places of a grid: what attention depends on (tp, ring, ulysses, micro batch) x how experts are split (ep, etp),
+    so that each is priced once for all of the other. ``keys``: which they are; ``row`` and ``column``: where they stand;
+    ``columns``: ``COLUMNS`` but the last as arrays that broadcast to the grid."""
+
+    keys: Ints
+    row: Ints
+    column: Ints
+    columns: tuple[Ints, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.broadcast_shapes(*(column.shape for column in self.columns))
+
+    def spread(self, values: Any) -> Floats:
+        """Values that broadcast to the grid, by key."""
+        return np.broadcast_to(values, self.shape)[self.row, self.column]
+
+    def all(self, job: Job, kind: str, dispatcher: str) -> Degrees:
+        """The degrees of every place."""
+        return _degrees(job, self.columns, kind, dispatcher)
+
+    def dense(self, job: Job, kind: str) -> Degrees:
+        """The degrees of what has no experts to split."""
+        one = np.ones((1, 1), np.int64)
+        return _degrees(job, (*self.columns[:3], one, one, *self.columns[5:]), kind)
 
 
-def _least_seconds(job: Job, keys: Ints, kind: str, units: Mapping[Unit, Sequence[RecomputeRule]]) -> dict[Unit, Seconds]:
-    """Seconds of each unit under its modes by key, its tokens travelling to experts in the way that takes least."""
+def grids(keys: Ints, kind: int) -> Iterator[Grid]:
+    """The keys of one kind: in one grid where that is small, else in one for each tp, which are nearly full."""
+    at = np.flatnonzero(keys[:, 6] == kind)
+    if not len(at):
+        return
+    grid = _grid(keys, at)
+    if math.prod(grid.shape) <= SMALL:
+        yield grid
+        return
+    for tp in np.flatnonzero(np.bincount(keys[at, 0])):
+        yield _grid(keys, at[keys[at, 0] == tp])
+
+
+def _grid(keys: Ints, at: Ints) -> Grid:
+    some = keys[at]
+    rows, row = distinct(some[:, [0, 1, 2, 5]])
+    columns, column = distinct(some[:, 3:5])
+    tp, ring, ulysses, micro = some[rows][:, [0, 1, 2, 5]].T[:, :, None]
+    ep, etp = some[columns][:, 3:5].T[:, None, :]
+    return Grid(at, row, column, (tp, ring, ulysses, ep, etp, micro))
+
+
+def _least_seconds(job: Job, grid: Grid, kind: str, units: Mapping[Unit, Sequence[RecomputeRule]]) -> dict[Unit, Seconds]:
+    """Seconds of each unit under its modes by place of a grid, its tokens travelling to experts in the way that takes least."""
     travelling = [unit for unit in units if isinstance(kind_of(job, unit).ffn, Moe)]
-    found: dict[Unit, Seconds] = {}
-    whole = keys.copy()
-    whole[:, 3:5] = 1
-    first, at = distinct(whole)
-    degrees = degrees_of(job, whole[first], kind)
-    for unit in units:
-        if unit not in travelling:
-            f, b, w = _seconds(job, degrees, unit, units[unit])
-            found[unit] = f[at], b[at], w[at]
+    degrees = grid.dense(job, kind)
+    found = {unit: _seconds(job, degrees, unit, units[unit]) for unit in units if unit not in travelling}
     for dispatcher in dispatchers_of(job) if travelling else ():
-        degrees = degrees_of(job, keys, kind, dispatcher)
+        degrees = grid.all(job, kind, dispatcher)
         for unit in travelling:
             f, b, w = _seconds(job, degrees, unit, units[unit])
-            least = found.setdefault(unit, (f, b, w))
-            found[unit] = np.minimum(f, least[0]), np.minimum(b, least[1]), np.minimum(w, least[2])
+            if unit in found:
+                least = found[unit]
+                f, b, w = np.minimum(f, least[0]), list(map(np.minimum, b, least[1])), np.minimum(w, least[2])
+            found[unit] = f, b, w
     return found
 
 
@@ -166,7 +212,11 @@ def _places(code: Ints) -> tuple[int, Ints]:
 
 def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") -> Degrees:
     """Keys as the degrees that ``cost_models.layers`` reads; ``kind`` one of ``KINDS``."""
-    tp, ring, ulysses, ep, etp, micro, _ = keys.T
+    return _degrees(job, tuple(keys.T[:6]), kind, dispatcher)
+
+
+def _degrees(job: Job, columns: Sequence[Ints], kind: str, dispatcher: str = "alltoall") -> Degrees:
+    tp, ring, ulysses, ep, etp, micro = columns
     name = "ring" if kind == "hybrid" else kind
     return Degrees(
         tp=tp,
@@ -186,9 +236,8 @@ def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") ->
 def _seconds(job: Job, degrees: Degrees, unit: Unit, modes: Sequence[RecomputeRule]) -> Seconds:
     exchange = degrees.remember(("exchange", kind_of(job, unit).ffn), lambda d: exchange_of(job, d, unit))
     one = unit_work(job, Closest(job, degrees, exchange), unit)
-    nothing = np.zeros(len(degrees.tp))
-    b = np.stack([nothing + one.backward_input.seconds + one.again(rule)[1].seconds for rule in modes], axis=1)
-    return nothing + one.forward.seconds, b, nothing + one.backward_weight.seconds
+    b = [one.backward_input.seconds + one.again(rule)[1].seconds for rule in modes]
+    return one.forward.seconds, b, one.backward_weight.seconds
 
 
 @dataclass(frozen=True)
@@ -257,7 +306,8 @@ class Closest:
 
 def _ways_of(cluster: ClusterSpec, kind: str, ranks: Ints, stride: Any) -> tuple[list[Way], Ints]:
     """(``ClusterSpec.ways`` of the distinct groups, which of them each is): those that were met before are kept."""
-    stride = np.broadcast_to(stride, ranks.shape)
+    ranks, stride = np.broadcast_arrays(ranks, stride)
+    shape, ranks, stride = ranks.shape, ranks.ravel(), stride.ravel()
     code = ranks * (1 << 32) + stride
     codes, first, at = (code, [0], np.zeros(1, int)) if len(code) == 1 else np.unique(code, return_index=True, return_inverse=True)
     known, names = _met(cluster, kind), codes.tolist()
@@ -267,7 +317,7 @@ def _ways_of(cluster: ClusterSpec, kind: str, ranks: Ints, stride: Any) -> tuple
         parts = [np.stack([part + np.zeros(len(new)) for part in (alpha, *chain(*terms))], axis=1) for alpha, terms in ways]
         known.update(zip(code[new].tolist(), np.stack(parts, axis=1), strict=True))
     table = np.moveaxis(np.array([known[name] for name in names]), 0, 2)
-    return [(one[0], list(zip(one[1::2], one[2::2], strict=True))) for one in table], at
+    return [(one[0], list(zip(one[1::2], one[2::2], strict=True))) for one in table], at.reshape(shape)
 
 
 @lru_cache(maxsize=64)

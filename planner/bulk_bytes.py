@@ -18,7 +18,7 @@ from cost_models.overheads import communicators, gathered_layers, message_buffer
 from cost_models.stage_states import unit_holding
 from cost_models.state_bytes import shards, states
 from cost_models.unit_memory import unit_memory
-from planner.bulk import KINDS, Ints, degrees_of, dispatchers_of
+from planner.bulk import KINDS, Ints, degrees_of, dispatchers_of, grids
 from planner.rules.core import Limits
 
 Floats = npt.NDArray[np.float64]
@@ -62,27 +62,28 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
     out.kept[:] = np.inf
     execution = job.execution
     for kind, name in enumerate(KINDS):
-        at = np.flatnonzero(keys[:, 6] == kind)
-        if not len(at):
-            continue
-        for dispatcher in dispatchers_of(job):
-            degrees = degrees_of(job, keys[at], name, dispatcher)
-            for k in range(len(model.kinds)):
-                for m, mode in enumerate(modes):
-                    unit = unit_memory(job, degrees, k, mode)
-                    together = execution.recompute_unit if mode.mode == "full" else 1
-                    least = unit.kept / together
-                    if execution.split_backward_keeps_graph:
-                        out.above[at] = np.maximum(out.above[at], unit.above)
-                    if mode.mode == "none" and k == model.pattern[0]:  # the model's first layer may keep less
-                        least = least - unit_memory(job, degrees, "first", RecomputeRule(k, None, "none")).kept
-                    out.kept[at, k, m] = np.minimum(out.kept[at, k, m], 0.0 if offload else least)
-                out.waits[at, k] = np.minimum(out.waits[at, k], 0.0 if offload or job.measured else unit.weight_pass)
-                out.beyond[at, k] = np.minimum(out.beyond[at, k], unit.transient)
-        head = unit_memory(job, degrees, "head")
-        out.tail[at] = 0.0 if offload else head.kept
-        out.loss[at] = head.transient
-        out.message[at] = message_buffers(job, degrees)
+        for grid in grids(keys, kind):
+            at, spread = grid.keys, grid.spread
+            for dispatcher in dispatchers_of(job):
+                degrees = grid.all(job, name, dispatcher)
+                for k in range(len(model.kinds)):
+                    for m, mode in enumerate(modes):
+                        unit = unit_memory(job, degrees, k, mode)
+                        together = execution.recompute_unit if mode.mode == "full" else 1
+                        least = unit.kept / together
+                        if execution.split_backward_keeps_graph:
+                            out.above[at] = np.maximum(out.above[at], spread(unit.above))
+                        if mode.mode == "none" and k == model.pattern[0]:  # the model's first layer may keep less
+                            least = least - unit_memory(job, degrees, "first", RecomputeRule(k, None, "none")).kept
+                        out.kept[at, k, m] = np.minimum(out.kept[at, k, m], 0.0 if offload else spread(least))
+                    waits = 0.0 if offload or job.measured else unit.weight_pass
+                    out.waits[at, k] = np.minimum(out.waits[at, k], spread(waits))
+                    out.beyond[at, k] = np.minimum(out.beyond[at, k], spread(unit.transient))
+            degrees = grid.dense(job, name)
+            head = unit_memory(job, degrees, "head")
+            out.tail[at] = 0.0 if offload else spread(head.kept)
+            out.loss[at] = spread(head.transient)
+            out.message[at] = spread(message_buffers(job, degrees))
     return out
 
 

@@ -114,7 +114,7 @@ def spread(column: Column, fitting: Fitting, stages: Sequence[int], policy: Poli
     """A mix for every chunk so that every rank fits, with little recompute; None where the policy has none."""
     spans = list(pairwise([0, *accumulate(stages)]))
     mixes: list[Mix | None] = [None] * len(stages)
-    for rank in _fullest_first(column.layout.pp, [sum(stages[c] for c in fitting.held(r)) for r in range(column.layout.pp)]):
+    for rank in fullest_first([sum(stages[c] for c in fitting.held(rank)) for rank in range(column.layout.pp)]):
         held = list(fitting.held(rank))
         if len(held) == 1:
             found = fitting.least_mix(rank, *spans[held[0]], policy)
@@ -135,9 +135,9 @@ def spread(column: Column, fitting: Fitting, stages: Sequence[int], policy: Poli
     return done if len(done) == len(stages) else None
 
 
-def _fullest_first(ranks: int, layers: Sequence[int]) -> list[int]:
-    """The ranks in about the order in which they are least likely to fit: those of the model's ends, then those of most layers."""
-    return sorted(range(ranks), key=lambda rank: (0 < rank < ranks - 1, -layers[rank]))
+def fullest_first(layers: Sequence[int]) -> list[int]:
+    """The ranks in about the order in which they are likely not to fit: those of the model's ends, then those of most ``layers``."""
+    return sorted(range(len(layers)), key=lambda rank: (0 < rank < len(layers) - 1, -layers[rank]))
 
 
 def _recompute(mix: Mix) -> int:

@@ -37,6 +37,10 @@ AFTER, LOSS = (np.array([name in some for name in MOMENTS]) for some in (MOMENTS
 KEPT, BEAM = 5_000, 500
 """Combinations built up at most beyond that; how many of them go on once they were more."""
 HALVINGS = 16
+SWAPS, SOME = 40, 1_000
+"""Times that two chunks' mixes are exchanged at most; exchanges looked at together."""
+MANY, BINS = 50_000, 64
+"""Combinations beyond which none are built up where one is known; steps of seconds in which they are counted."""
 CHECKED = 50
 """Combinations that seem to fit and are counted in full, the cheapest first."""
 ROUNDING, GRAIN = 1e-9, 1024.0
@@ -205,9 +209,24 @@ def _combinations(rank: RankMixes) -> tuple[float, Floats, Ints]:
     relaxed = _relaxed(rank)
     if relaxed is None:
         return float("inf"), np.zeros(0), np.zeros((0, len(rank.menus)), np.int64)
-    multiplier, best, least = relaxed
-    seconds, picks, whole = _grown(rank, (best - least) + ROUNDING * best, multiplier)
+    multiplier, least, best, known = relaxed
+    slack = (best - least) + ROUNDING * best
+    if known is not None and _number(rank, slack, multiplier) > MANY:
+        return least, np.array([best]), known[None]
+    seconds, picks, whole = _grown(rank, slack, multiplier)
+    if known is not None and not whole:
+        seconds, picks = np.append(seconds, best), np.append(picks, known[None], axis=0)
     return (float(seconds.min(initial=np.inf)) if whole else least), seconds, picks
+
+
+def _number(rank: RankMixes, slack: float, multiplier: Floats) -> float:
+    """About how many combinations exceed the least of each chunk by ``slack`` at most, whatever room they need."""
+    number = np.ones(1)
+    for one, loads in zip(rank.menus, rank.loads, strict=True):
+        priced = one.seconds + multiplier @ loads
+        bins = np.rint((priced - priced.min()) * (BINS / slack)).astype(np.int64)
+        number = np.convolve(number, np.bincount(bins[bins <= BINS]))[: BINS + 1]
+    return float(number.sum())
 
 
 def _grown(rank: RankMixes, slack: float, multiplier: Floats) -> tuple[Floats, Ints, bool]:
@@ -248,9 +267,9 @@ def _apart(used: Floats, most: Floats, over: Floats) -> Ints:
     return order[np.sort(first)]
 
 
-def _relaxed(rank: RankMixes) -> tuple[Floats, float, float] | None:
-    """(price of a byte by moment, seconds of a combination that fits, least seconds of any) by halving the price of the moment that is
-    fullest without recompute; None where no combination fits."""
+def _relaxed(rank: RankMixes) -> tuple[Floats, float, float, Ints | None] | None:
+    """(price of a byte by moment, least seconds of any combination, seconds of one that fits, its mixes) by halving the price of the
+    moment that is fullest without recompute; None where no combination fits."""
     chunks, most = np.arange(len(rank.menus)), max(len(one.mixes) for one in rank.menus)
     seconds = np.full((len(chunks), most), np.inf)
     loads, beside = (np.zeros((len(chunks), len(rank.loads[0]), most)) for _ in range(2))
@@ -262,7 +281,7 @@ def _relaxed(rank: RankMixes) -> tuple[Floats, float, float] | None:
         return None
     fullest = int((loads[:, :, 0].sum(axis=0) + floor).argmax())
     left = rank.room - float(floor[fullest])
-    low, high, best, least, chosen = 0.0, float(seconds[:, 0].sum()) / left / 64, np.inf, 0.0, 0.0
+    low, high, least, chosen = 0.0, float(seconds[:, 0].sum()) / left / 64, 0.0, 0.0
     feasible: npt.NDArray[np.int64] | None = None
     for _ in range(HALVINGS):
         price = (low + high) / 2 if feasible is not None else high
@@ -277,21 +296,53 @@ def _relaxed(rank: RankMixes) -> tuple[Floats, float, float] | None:
         else:
             low = price
             high = high if feasible is not None else 8 * high
+    best = np.inf
     if feasible is not None:
-        best = min(_improved(rank.room, seconds, loads, beside, feasible.copy(), order) for order in (chunks, chunks[::-1]))
+        table = rank.room, seconds, loads, beside
+        feasible = _swapped(*table, _improved(*table, feasible.copy()), fullest)
+        best = float(seconds[chunks, feasible].sum())
     multiplier = np.zeros(loads.shape[1])
     multiplier[fullest] = chosen
-    return multiplier, best, least
+    return multiplier, least, best, feasible
 
 
-def _improved(room: float, seconds: Floats, loads: Floats, beside: Floats, picks: Ints, order: Ints) -> float:
-    """Seconds of a combination that fits once its chunks, in ``order``, take the fastest mix that still fits."""
+def _improved(room: float, seconds: Floats, loads: Floats, beside: Floats, picks: Ints) -> Ints:
+    """A combination that fits once its chunks, the last one first, take the fastest mix that still fits."""
     chunks = np.arange(len(picks))
     used, most = loads[chunks, :, picks].sum(axis=0), beside[chunks, :, picks]
-    for c in order:
+    for c in reversed(range(len(picks))):
         rest = used - loads[c, :, picks[c]]
         others = np.delete(most, c, axis=0).max(axis=0, initial=-np.inf)
         fits = (rest[:, None] + loads[c] + np.maximum(beside[c], others[:, None]) <= room).all(axis=0)
         picks[c] = int(np.where(fits, seconds[c], np.inf).argmin())
         used, most[c] = rest + loads[c, :, picks[c]], beside[c, :, picks[c]]
-    return float(seconds[chunks, picks].sum())
+    return picks
+
+
+def _swapped(room: float, seconds: Floats, loads: Floats, beside: Floats, picks: Ints, fullest: int) -> Ints:
+    """A combination that fits, as long as two of its chunks have other mixes that take less together and fit."""
+    place = np.arange(len(picks))
+    chunk, mix = np.nonzero(np.isfinite(seconds))
+    each, needs = loads[chunk, :, mix], beside[chunk, :, mix]
+    for _ in range(SWAPS):
+        more = seconds[chunk, mix] - seconds[chunk, picks[chunk]]
+        bytes_ = each - loads[chunk, :, picks[chunk]]
+        used, most = loads[place, :, picks].sum(axis=0), beside[place, :, picks].max(axis=0)
+        left = room - used - most
+        gain = more[:, None] + more
+        open_ = (gain < -ROUNDING) & (bytes_[:, None, fullest] + bytes_[:, fullest] <= left[fullest]) & (chunk[:, None] < chunk)
+        one, other = np.nonzero(open_)
+        if not len(one):
+            return picks
+        order = np.argsort(gain[one, other], kind="stable")
+        for start in range(0, len(order), SOME):
+            some = order[start : start + SOME]
+            i, j = one[some], other[some]
+            fits = (used + bytes_[i] + bytes_[j] + np.maximum(most, np.maximum(needs[i], needs[j])) <= room).all(axis=1)
+            if fits.any():
+                first = int(fits.argmax())
+                picks[chunk[i[first]]], picks[chunk[j[first]]] = mix[i[first]], mix[j[first]]
+                break
+        else:
+            return picks
+    return picks

@@ -21,6 +21,7 @@ from cost_models.dependencies import graph
 from cost_models.pipeline import Path, makespans
 from planner.columns import Column, Mix
 from planner.fitting import Fitting, Policy
+from planner.heuristic import fullest_first
 from planner.least_recompute import least_recompute, menu
 from planner.load_rows import LoadRows, Option, ends, simulated
 from planner.polish import polished
@@ -192,9 +193,10 @@ class _Loads:
             if not len(at):
                 return None
             i = int(at[self.bounds[at].argmin()])
-            for rank, option in enumerate(self.chosen(i)):
-                if not option.exact:
-                    self._refine(rank, option)
+            chosen = self.chosen(i)
+            for rank in fullest_first([option.layers for option in chosen]):
+                if self.column.step(self.bounds[i]) < bar and not chosen[rank].exact:
+                    self._refine(rank, chosen[rank])
             if self.column.step(self.bounds[i]) < bar:
                 return i
         return None

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from cost_models.execution import Execution
 from cost_models.job import Job, MeasuredLayer
 from cost_models.layout import Layout
-from planner.figures import check_figures
 from profiles.errors import AxisplanError, InputError
 from profiles.files import write_text
 from profiles.hardware import ClusterSpec
@@ -211,6 +210,8 @@ class Plan(Record):
 
     def _check_whole(self, where: str) -> None:
         """Raise InputError where layout, stages or figures contradict one another or are no numbers: the file was edited."""
+        from planner.figures import check_figures
+
         layout = self.layout_object
         if layout != Layout.parse(self.layout_text):
             raise InputError("plan.layout", where, "and layout_text differ: it was altered after planning; plan again")

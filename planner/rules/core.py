@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.job import Job
 from profiles.errors import AxisplanError
 from profiles.files import read_shipped
 
 
-@dataclass(frozen=True, slots=True)
-class Break:
+class Break(NamedTuple):
     """A broken rule: the field to blame, its value, what is wrong in words with numbers, and values worth trying instead.
 
     ``candidates`` None: the field's own range is tried.
