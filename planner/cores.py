@@ -4,6 +4,7 @@ by one."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -239,19 +240,30 @@ class Cores(CoreCosts):
         timeline = simulate(schedule, pp, vpp, m, f, b, w, float(c.transfer[0]), blocking=blocks_transfers(self.job, schedule))
         self.shape(key).paths.add(timeline.path)
 
-    def exact(self, one: Class, column: Column) -> Costs:
-        """Costs of one column: its own passes and placement."""
-        u = column.units
-        bulk = Bulk(u.f[None] - u.sf[None], u.b[None] - u.sb[None], u.w[None], np.array([u.embedding]), np.array([u.least_head]))
-        split = Splits.of(self.rows, np.array([one.row]), one.zero, np.array([one.shard]), bulk=bulk)
-        return replace(self.costs(split, one.key[:3]), transfer=np.array([column.transfer]), hidden=np.zeros((1, 2)))
+    def exact(self, one: Class, columns: Sequence[Column]) -> Costs:
+        """Costs of columns of a class: their own passes and placement."""
+        every, number = [column.units for column in columns], len(columns)
+        bulk = Bulk(
+            np.array([u.f - u.sf for u in every]), np.array([u.b - u.sb for u in every]), np.array([u.w for u in every]),
+            np.array([u.embedding for u in every]), np.array([u.least_head for u in every]),
+        )  # fmt: skip
+        split = Splits.of(self.rows, np.full(number, one.row), one.zero, np.full(number, one.shard), bulk=bulk)
+        transfer = np.array([column.transfer for column in columns])
+        return replace(self.costs(split, one.key[:3]), transfer=transfer, hidden=np.zeros((number, 2)))
 
-    def bound(self, key: Key, chosen: Costs, low: float, high: float) -> float:
-        """The bound of one column between ``low``, a bound, and ``high`` seconds of pipeline, which it is where it may not be faster."""
-        shape, layers = self.shape(key), self.main.layers
-        if low >= high or not all(shape.holds(chosen, high, layers, memory=memory)[0] for memory in (False, True)):
-            return high
-        return float(shape.least(chosen, np.array([low]), np.array([high]), layers, steps=FINE)[0])
+    def bounds(self, key: Key, exact: Costs, low: float, high: float) -> Floats:
+        """The bounds of columns between ``low``, a bound, and ``high`` seconds of pipeline, which it is where one may not be faster."""
+        shape, layers, out = self.shape(key), self.main.layers, np.full(len(exact), high)
+        if low >= high:
+            return out
+        at = np.flatnonzero(shape.holds(exact, high, layers, memory=False))
+        if len(at):
+            known = shape.known(exact.take(at), shape.again_each(exact.take(at), layers))
+            most = np.full(len(at), high)
+            good = np.flatnonzero(shape.settle(known.costs, most, layers, memory=True, known=known)[0])
+            known = known.take(good)
+            out[at[good]] = shape.least(known.costs, np.full(len(good), low), most[good], layers, steps=FINE, known=known)
+        return out
 
 
 def _together(time: Floats, own: Floats, share: Floats, order: Ints) -> Floats:

@@ -190,28 +190,28 @@ class Search(Answers):
         self.books.weakest = min(self.books.weakest, bound)
 
     def _open_class(self, bound: float, one: Class) -> Iterator[tuple[float, Any]]:
-        """The columns of a class, those of equal costs as one."""
+        """The columns of a class, those of equal costs as one, with their own bounds."""
         prefix, batch = self.rows[one.row].prefix, self._batch(one)
         alike: dict[Any, list[Shard]] = {}
         for shard in self._members(one):
             placed = placement(self.job.cluster, self.space.layout(prefix, batch, shard))
             alike.setdefault((priced_as(shard.dispatcher), shard.offload, placed), []).append(shard)
-        for some in alike.values():
-            yield bound, (one, Alike(some[0], len(some)))
-
-    def _answer(self, bound: float, one: Class, alike: Alike) -> Iterator[tuple[float, Any]]:
-        """A column's own bound, and a quick answer; of several chunks a rank, whose loads are looked at next, only where there is
-        none."""
-        row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
-        column, fitting = self.column(row.prefix, batch, shard)
-        exact = None
-        if one.key[0] != "dualpipe":
-            exact = self.cores.exact(one, column)
-            high = self.pipeline(self.fastest) if self.best else 4 * self.pipeline(bound)
-            bound = max(bound, float(self.step(self.cores.bound(one.key, exact, self.pipeline(bound), high))))
-        if bound >= self.fastest:
+        groups = [Alike(some[0], len(some)) for some in alike.values()]
+        if one.key[0] == "dualpipe" or not groups:
+            yield from ((bound, (one, group, None)) for group in groups)
             return
-        if exact is None or column.layout.vpp == 1 or self.best is None:  # those of several chunks come from their loads
+        exact = self.cores.exact(one, [self.column(prefix, batch, group.shard)[0] for group in groups])
+        high = self.pipeline(self.fastest) if self.best else 4 * self.pipeline(bound)
+        least = self.step(self.cores.bounds(one.key, exact, self.pipeline(bound), high))
+        for place, group in enumerate(groups):
+            if (own := max(bound, float(least[place]))) < self.fastest:
+                yield own, (one, group, exact.take([place]))
+
+    def _answer(self, bound: float, one: Class, alike: Alike, exact: Costs | None) -> Iterator[tuple[float, Any]]:
+        """A quick answer of a column; of several chunks a rank, whose loads are looked at next, only where there is none."""
+        row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
+        if exact is None or batch.vpp == 1 or self.best is None:  # those of several chunks come from their loads
+            column, fitting = self.column(row.prefix, batch, shard)
             self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
         yield bound, (one, alike, exact)
 
@@ -282,7 +282,7 @@ class Search(Answers):
         self._keep(answer, row.prefix, batch, shard)
         bound = max(bound, least)
         if bound < self.fastest * (1 - gap):  # the paths that were found bound it better
-            again = self.cores.bound(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))
+            again = self.cores.bounds(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))[0]
             bound = max(bound, float(self.step(again)))
         if bound < before + VAIN * (self.fastest - before):
             self._vain.add(one.key)

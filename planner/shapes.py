@@ -34,6 +34,8 @@ ROUNDING = 1e-9
 """Layers by which a capacity may miss a whole number through rounding."""
 HIDDEN = USABLE * (1 - INTERFERENCE)
 """Seconds of a rank's gradient reduction that a second more of its backward hides at most."""
+REMEMBERED = 64
+"""Columns whose recompute in whole layers is kept for each shape."""
 ROUNDS = 6
 """Rounds of propagation: each only tightens."""
 
@@ -189,7 +191,7 @@ class Shape:
         self.deals = self._deals()
         self._table: _Table | None = None
         self._again: dict[bytes, list[Floats]] = {}
-        """``again`` of the column asked for last."""
+        """``again`` of the columns asked for last."""
 
     def _deals(self) -> list[Ints]:
         """Rank x chunk of it, in the order in which they get a layer more; each way in which they may."""
@@ -218,13 +220,20 @@ class Shape:
     def again(self, c: Costs, layers: int) -> list[Floats]:
         """By number of leading layers on a rank, of the ranks that may hold so many: ``recompute_tables.least_again``; of one column in
         whole layers."""
-        if len(c) > 1:
-            return self._tables(c, layers)
-        mark = c.mark()
-        if mark not in self._again:
-            find = partial(least_again_in_whole_layers, tried=-(-layers // self.pp) + 2)
-            self._again = {mark: self._tables(c, layers, find)}
-        return self._again[mark]
+        return self._tables(c, layers) if len(c) > 1 else self.again_each(c, layers)
+
+    def again_each(self, c: Costs, layers: int) -> list[Floats]:
+        """``again`` of columns one by one."""
+        found = []
+        for i in range(len(c)):
+            one = c.take([i])
+            mark = one.mark()
+            if mark not in self._again:
+                if len(self._again) >= REMEMBERED:
+                    self._again.clear()
+                self._again[mark] = self._tables(one, layers, partial(least_again_in_whole_layers, tried=-(-layers // self.pp) + 2))
+            found.append(self._again[mark])
+        return [np.concatenate(tables) for tables in zip(*found, strict=True)]
 
     def _tables(self, c: Costs, layers: int, find: Callable[..., Floats] = least_again) -> list[Floats]:
         top = min(layers - (self.pp - 1) * self.vpp, 2 * -(-layers // self.pp) + 4)
