@@ -272,6 +272,6 @@ def _together(time: Floats, own: Floats, share: Floats, order: Ints) -> Floats:
     total, prices = np.zeros(len(time)), np.zeros(len(time))
     for rank in order:
         price = np.maximum(0.0, 1 - share * prices) / np.maximum(own[:, rank], 1e-30)
-        total += price * time[:, rank]
+        total += np.multiply(price, time[:, rank], out=np.zeros(len(time)), where=price > 0)  # time may be without end
         prices += price
     return total
