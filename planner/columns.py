@@ -302,6 +302,7 @@ class Column:
         self.layers = job.model.num_layers
         self._ends: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._stage_ends: dict[tuple[Mix, bool, bool], tuple[float, float]] = {}
+        self._lightest: dict[tuple[tuple[int, ...], bool, bool], ChunkSeconds] = {}
 
     @cached_property
     def even(self) -> bool:
@@ -374,6 +375,15 @@ class Column:
                 weights = weights + unit_weights(self.job, self.layout, MTP).times(model.mtp)
                 parts.append(((MTP, self.modes[tail]), model.mtp))
         return ChunkSeconds(f, b, w, tuple(parts), weights, (sf, sb))
+
+    def lightest(self, counts: tuple[int, ...], *, first: bool, last: bool) -> ChunkSeconds:
+        """A chunk that holds these layers by kind, all of them in the mode that has the least input gradient."""
+        key = (counts, first, last)
+        if key not in self._lightest:
+            mode = int(self.units.b.min(axis=0).argmin())
+            mix = tuple(tuple(n if m == mode else 0 for m in range(len(self.modes))) for n in counts)
+            self._lightest[key] = self.chunk(mix, first=first, last=last, tail=mode)
+        return self._lightest[key]
 
     @cached_property
     def layer_update(self) -> Floats:

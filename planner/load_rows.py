@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.chunks import rank_update
+from cost_models.chunks import ChunkSeconds, rank_update
 from cost_models.pipeline import Path
+from cost_models.states import Holding
 from planner.columns import Column, Mix
 from planner.dealing import ways
 from planner.fitting import Fitting, Policy
@@ -35,6 +35,10 @@ CELLS = 4_000_000
 """Rows times paths kept at most."""
 TIMES, TRIED = 40, 8
 """Times that a row is simulated at most to leave fewer; rows tried each time until one tells something new."""
+
+
+NOTHING = ChunkSeconds(0.0, 0.0, 0.0, (), Holding(), (0.0, 0.0))
+"""A chunk without layers."""
 
 
 @dataclass
@@ -77,13 +81,10 @@ def ends(column: Column, fitting: Fitting, rank: int, spans: Sequence[Span], ext
     held = fitting.held(rank)
     if not np.isfinite(extra) or column.job.optimizer == "muon":
         return 0.0, 0.0
-    lightest, last = int(column.units.b.min(axis=0).argmin()), column.chunks - 1
-    chunks: list[Any] = [None] * column.chunks
-    for chunk, span in zip(held, spans, strict=True):
-        mix = tuple(tuple(n if m == lightest else 0 for m in range(len(column.modes))) for n in fitting.counts(*span))
-        chunks[chunk] = column.chunk(mix, first=chunk == 0, last=chunk == last, tail=column.tail_of(mix))
-    one = chunks[held[0]]
-    chunks[held[0]] = replace(one, backward_input=one.backward_input + extra)
+    counts = tuple(map(sum, zip(*(fitting.counts(*span) for span in spans), strict=True)))
+    whole = column.lightest(counts, first=0 in held, last=column.chunks - 1 in held)
+    chunks = [NOTHING] * column.chunks
+    chunks[held[0]] = replace(whole, backward_input=whole.backward_input + extra)
     update = rank_update(column.job, column.layout, chunks, rank)
     return update.start, update.end
 
