@@ -12,7 +12,7 @@ Every column is counted once: cut by memory (does not fit with the least recompu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,8 +116,8 @@ class Search(Answers):
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows pipeline by pipeline, and work on what they add to the queue."""
         self.cores = cores
-        waiting = sorted((self._hope_of(pipeline, rows), pipeline) for pipeline, rows in cores.by.items())
-        for place, (_, pipeline) in enumerate(waiting):
+        waiting = self._order(cores.by)
+        for place, pipeline in enumerate(waiting):
             rows = cores.by[pipeline]
             rows = rows[self.row_bounds[rows] < self.fastest]
             if not len(rows):
@@ -134,10 +134,18 @@ class Search(Answers):
             if len(queue) > CROWD:
                 self._work(queue, effort, STEPS)
 
-    def _hope_of(self, pipeline: Pipeline, rows: npt.NDArray[np.int64]) -> float:
+    def _order(self, pipelines: Iterable[Pipeline]) -> list[Pipeline]:
+        """The pipelines whose columns look fastest first, those without a hopeful one by their rows' work after them."""
+        best: dict[Pipeline, float] = {}
+        for hope in (hope for some in self._hopes for hope in some):
+            pipeline = hope.batch.schedule, int(self.rows.table[hope.row, 7]), hope.batch.vpp
+            best[pipeline] = min(hope.seconds, best.get(pipeline, hope.seconds))
+        return sorted(pipelines, key=lambda p: (p not in best, best.get(p) or self._hope_of(p), p))
+
+    def _hope_of(self, pipeline: Pipeline) -> float:
         """About how long the best core of a pipeline takes."""
         schedule, pp, vpp = pipeline
-        least: dict[int, float] = {}
+        rows, least = self.cores.by[pipeline], dict[int, float]()
         for m, seconds in zip(self.rows.table[rows, 9].tolist(), self.row_bounds[rows].tolist(), strict=True):
             least[m] = min(seconds, least.get(m, seconds))
         return min(s * (1 + idle(Batch(0, schedule, vpp, m), pp, self.job.model.num_layers)) for m, s in least.items())
