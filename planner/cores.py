@@ -27,6 +27,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Key = tuple[str, int, int, int]
 """(schedule, pp, vpp, microbatches): the shape of a core."""
+SAMPLES = 4
+"""Rows that are asked which ZeRO stages go with their schedule."""
 COARSE, FINE = 5, 12
 """Halvings of the way between a known bound and the answer: of classes by arrays, of a column."""
 BLOCK = 1 << 17
@@ -80,14 +82,14 @@ class Cores(CoreCosts):
     # -- what may be done within a time --------------------------------------------------------------------------------
 
     def zeros(self, pipeline: Pipeline, rows: Ints) -> list[int]:
-        """ZeRO stages that some column of a pipeline's cores has."""
-        space = self.rows.space
-        found: set[int] = set()
-        for i in rows:
+        """ZeRO stages that columns of a pipeline's cores may have."""
+        schedule, pp, vpp = pipeline
+        for i in rows[:SAMPLES]:
             row = self.rows[int(i)]
-            batch = next(b for b in row.batches if (b.schedule, b.vpp) == (pipeline[0], pipeline[2]))
-            found |= space.stages(row.prefix, batch)
-        return sorted(found)
+            batch = next(b for b in row.batches if (b.schedule, b.vpp) == (schedule, vpp))
+            self.rows.space.stages(row.prefix, batch)
+        space = self.rows.space
+        return [zero for zero in space.zero_stages(pp > 1) if space.may_go(schedule, pp > 1, zero)]
 
     def glance(self, pipeline: Pipeline, some: Splits, c: Costs, seconds: float) -> Ints:
         """The columns whose ranks could hold all layers within ``seconds`` of pipeline before the schedule's paths are known: a rank waits for
@@ -141,22 +143,14 @@ class Cores(CoreCosts):
         return out
 
     def within(self, pipeline: Pipeline, rows: Ints, seconds: float) -> list[tuple[float, Class]]:
-        """The classes of a pipeline's cores that may be done within ``seconds`` of pipeline, each with its bound: by the mean rank's work, by
-        what is known of a schedule without its paths, by its ranks' room, then by its paths, shape by shape."""
+        """The classes of a pipeline's cores that may be done within ``seconds`` of pipeline, each with its bound: shape by shape, by
+        its paths."""
         if pipeline[0] == "dualpipe":
             return self._unbounded(pipeline, rows, seconds)
-        rows = rows[self.rows.work[rows] < seconds]
-        if not len(rows):
+        looked, found = self._looked(pipeline, rows, seconds), []
+        if looked is None:
             return []
-        some, found = self._splits(pipeline, rows, seconds), []
-        costs = self.timed(some, pipeline)
-        at = self.glance(pipeline, some, costs, seconds)
-        if not len(at):
-            return []
-        some, costs = some.take(at), costs.take(at)
-        costs = replace(costs, **self.bytes(some, pipeline))
-        at = np.flatnonzero(costs.roomy(self.flying(pipeline, some.row), pipeline[2], self.main.layers, self.main.first))
-        some, costs = some.take(at), costs.take(at)
+        some, costs = looked
         for here in self._by_shape(some.row):
             shape, one = self._shape_of(pipeline, some.row[here]), some.take(here)
             bounds = self._bounds(shape, costs.take(here), one.work, seconds)
@@ -167,6 +161,30 @@ class Cores(CoreCosts):
             ]
         return found
 
+    def left(self, pipeline: Pipeline, rows: Ints, seconds: float) -> tuple[Ints, float]:
+        """(the rows of which a column may be done within ``seconds`` of pipeline, as far as is known without paths; the least that its mean
+        rank takes)."""
+        if pipeline[0] == "dualpipe":
+            return rows, float(self.rows.work[rows].min(initial=np.inf))
+        looked = self._looked(pipeline, rows, seconds)
+        return (rows[:0], np.inf) if looked is None else (np.flatnonzero(np.bincount(looked[0].row)), float(looked[0].work.min()))
+
+    def _looked(self, pipeline: Pipeline, rows: Ints, seconds: float) -> tuple[Splits, Costs] | None:
+        """The columns of a pipeline's cores that may be done within ``seconds``, by the mean rank's work, what is known of a schedule without
+        its paths, and by its ranks' room; None where there are none."""
+        rows = rows[self.rows.work[rows] < seconds]
+        if not len(rows):
+            return None
+        some = self._splits(pipeline, rows, seconds)
+        costs = self.timed(some, pipeline)
+        at = self.glance(pipeline, some, costs, seconds)
+        if not len(at):
+            return None
+        some, costs = some.take(at), costs.take(at)
+        costs = replace(costs, **self.bytes(some, pipeline))
+        at = np.flatnonzero(costs.roomy(self.flying(pipeline, some.row), pipeline[2], self.main.layers, self.main.first))
+        return (some.take(at), costs.take(at)) if len(at) else None
+
     def _splits(self, pipeline: Pipeline, rows: Ints, seconds: float) -> Splits:
         """The columns of a pipeline's cores whose mean rank may be done within ``seconds``."""
         pp = pipeline[1]
@@ -174,17 +192,12 @@ class Cores(CoreCosts):
             mask = np.zeros(len(self.rows), bool)
             for (schedule, stages, _), some in self.by.items():
                 mask[some] |= stages == pp and schedule != "dualpipe"
-            every = Splits.every(self.rows, np.flatnonzero(mask & (self.rows.work < seconds)), self._zeros(pp))
+            every = Splits.every(self.rows, np.flatnonzero(mask & (self.rows.work < seconds)))
             self._every[pp] = seconds, every.take((every.work < seconds) & every.roomy(self.rows))
         every = self._every[pp][1]
         mine = np.zeros(len(self.rows), bool)
         mine[rows] = True
         return every.take(mine[every.row] & np.isin(every.zero, self.zeros(pipeline, rows)) & (every.work < seconds))
-
-    def _zeros(self, pp: int) -> list[int]:
-        """ZeRO stages that go with so many stages."""
-        limits = self.rows.space.limits
-        return sorted(z for z in {0, *limits.zero} if pp == 1 or z <= limits.max_zero_with_pp)
 
     def _unbounded(self, pipeline: Pipeline, rows: Ints, seconds: float) -> list[tuple[float, Class]]:
         """The classes of a schedule whose paths are not kept, with their rows' bounds."""

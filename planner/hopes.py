@@ -49,13 +49,13 @@ def hopes(costs: CoreCosts, which: Ints) -> list[Hope]:
 
 def _most_sharded(costs: CoreCosts, which: Ints) -> Splits:
     """Every ZeRO stage over all of data parallelism."""
-    rows, limits = costs.rows, costs.rows.space.limits
-    table, parts = rows.table[which], []
-    for zero in sorted({0, *limits.zero}):
-        legal = (table[:, 7] == 1) | (zero <= limits.max_zero_with_pp)
-        for mask in (legal & (table[:, 9] == 1), legal & (table[:, 9] > 1)):
-            if mask.any():
-                parts.append(Splits.of(rows, which[mask], zero, table[mask, 8] if zero else np.ones(int(mask.sum()), np.int64)))
+    rows, table, parts = costs.rows, costs.rows.table[which], []
+    for piped in (False, True):
+        for zero in rows.space.zero_stages(piped):
+            for once in (False, True):
+                mask = ((table[:, 7] > 1) == piped) & ((table[:, 9] == 1) == once)
+                if mask.any():
+                    parts.append(Splits.of(rows, which[mask], zero, table[mask, 8] if zero else np.ones(int(mask.sum()), np.int64)))
     return Splits.joined(parts)
 
 

@@ -98,11 +98,26 @@ class Rows(Sequence[Row]):
         """Columns of each row."""
         if self.space.excludes_pairs:
             return np.array([sum(self.space.count(row.prefix, b) for b in row.batches) for row in self], np.int64)
-        names = sorted({b.schedule for slot in self.slots for b in slot})
-        place = {name: i for i, name in enumerate(names)}
+        place, each, at = self._of_prefixes
         slots = np.repeat(np.arange(len(self.slots)), [len(slot) for slot in self.slots])
         schedules = np.array([place[b.schedule] for slot in self.slots for b in slot], np.int64)
-        number = np.bincount(slots * len(names) + schedules, minlength=len(self.slots) * len(names)).reshape(-1, max(1, len(names)))
+        number = np.bincount(slots * len(place) + schedules, minlength=len(self.slots) * len(place)).reshape(-1, max(1, len(place)))
+        counts: Ints = np.einsum("ij,ij->i", number[self.slot], each[at[self.at]])
+        return counts
+
+    def columns(self, which: Ints, schedule: str, vpp: int) -> int:
+        """Columns of the cores that rows ``which`` make with one schedule."""
+        if not self.space.excludes_pairs:
+            place, each, at = self._of_prefixes
+            return int(each[at[self.at[which]], place[schedule]].sum())
+        batches = (next(b for b in self[int(i)].batches if (b.schedule, b.vpp) == (schedule, vpp)) for i in which)
+        return sum(self.space.count(self.prefixes[self.at[i]], batch) for i, batch in zip(which, batches, strict=True))
+
+    @cached_property
+    def _of_prefixes(self) -> tuple[dict[str, int], Ints, Ints]:
+        """(place of each schedule, columns of a core by kind of prefix and schedule, the kind of each prefix)."""
+        names = sorted({b.schedule for slot in self.slots for b in slot})
+        place = {name: i for i, name in enumerate(names)}
         known: dict[Any, int] = {}
         at = np.array([known.setdefault(key, len(known)) for key in map(self.space.counted_by, self.prefixes)], np.int64)
         each = np.zeros((len(known), len(names)), np.int64)
@@ -113,8 +128,7 @@ class Rows(Sequence[Row]):
                 samples[low] = {b.schedule: b for slot in self.slots[low : low + int(self.size[i])] for b in slot}
             some = samples[low]
             row[[place[name] for name in some]] = self.space.counts(self.prefixes[i], list(some.values()))
-        counts: Ints = np.einsum("ij,ij->i", number[self.slot], each[at[self.at]])
-        return counts
+        return place, each, at
 
     @cached_property
     def key(self) -> Ints:

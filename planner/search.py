@@ -122,9 +122,8 @@ class Search(Answers):
             rows = rows[self.row_bounds[rows] < self.fastest]
             if not len(rows):
                 continue
-            least = float(self.row_bounds[rows].min())
-            if self._enough(least):
-                self._leave(least, sum(self._columns(int(i), pipeline) for i in rows), cut=False)
+            if self._enough(queue):
+                self._pass_over(pipeline, rows)
                 continue
             self._tell(0.5 * place / len(waiting))
             some = cores.within(pipeline, rows, self.pipeline(self.fastest))
@@ -133,6 +132,15 @@ class Search(Answers):
             self._try_likeliest(some)
             if len(queue) > CROWD:
                 self._work(queue, effort, STEPS)
+
+    def _pass_over(self, pipeline: Pipeline, rows: npt.NDArray[np.int64]) -> None:
+        """Leave a pipeline's cores unexplored, with the bound that their mean ranks give."""
+        if self.late():
+            left, least = rows, float(self.row_bounds[rows].min())
+        else:
+            left, work = self.cores.left(pipeline, rows, self.pipeline(self.fastest))
+            least = float(self.step(work))
+        self._leave(least, self.rows.columns(left, pipeline[0], pipeline[2]), cut=False)
 
     def _order(self, pipelines: Iterable[Pipeline]) -> list[Pipeline]:
         """The pipelines whose columns look fastest first, those without a hopeful one by their rows' work after them."""
@@ -165,7 +173,7 @@ class Search(Answers):
         for done in range(steps):
             if not queue.heap or queue.opened >= effort or queue.heap[0][0] >= self.fastest * (1 - queue.gap):
                 return done > 0
-            if self._enough(queue.heap[0][0]):
+            if self._enough(queue):
                 return done > 0
             bound, level, item = queue.pop()
             self._patience -= 1
@@ -187,10 +195,6 @@ class Search(Answers):
         """The columns of a class."""
         shards = self.space.columns_of(self.rows[one.row].prefix, self._batch(one))
         return [s for s in shards if s.zero == one.zero and s.dp_shard == one.shard]
-
-    def _columns(self, row: int, pipeline: Pipeline) -> int:
-        batch = next(b for b in self.rows[row].batches if (b.schedule, b.vpp) == (pipeline[0], pipeline[2]))
-        return self.space.count(self.rows[row].prefix, batch)
 
     def _leave(self, bound: float, number: int, cut: bool) -> None:
         """Columns that nobody looked into: cut by their bound, or not explored."""
@@ -234,10 +238,10 @@ class Search(Answers):
         """Whether effort goes on until the gap is closed."""
         return self.prove or self.books.legal <= TINY
 
-    def _enough(self, least: float) -> bool:
-        """Whether to stop before what is bounded by ``least``: the time allowed is over; or nothing left can narrow the gap, which something
-        left unexplored holds open, and no answer got better for long."""
-        return self.late() or (not self.whole and least >= self.books.weakest and self._patience <= 0)
+    def _enough(self, queue: Queue) -> bool:
+        """Whether to stop: the time allowed is over; or a column that was solved holds the gap open, and no answer got better for long."""
+        open_ = self.books.weakest < self.fastest * (1 - queue.gap)
+        return self.late() or (not self.whole and open_ and self._patience <= 0)
 
     def _solve_one(self, bound: float, one: Class, alike: Alike, exact: Costs | None, gap: float, close: bool) -> float | None:
         """Solve a column. To prove, one that may still be faster is left to be closed when nothing has a lesser bound: its bound then."""
