@@ -92,35 +92,16 @@ class Cores(CoreCosts):
         return [zero for zero in space.zero_stages(pp > 1) if space.may_go(schedule, pp > 1, zero)]
 
     def glance(self, pipeline: Pipeline, some: Splits, c: Costs, seconds: float) -> Ints:
-        """The columns whose ranks could hold all layers within ``seconds`` of pipeline before the schedule's paths are known: a rank waits for
-        the first chunks of those before it, a layer each or what is their share of the layers they hold, and does all its microbatches; or the
-        first one passes all ranks, and a rank does the rest."""
+        """The columns whose ranks could hold all layers within ``seconds`` of pipeline before the schedule's paths are known: each for itself,
+        and all together, as a rank waits for its share of the layers of those before it."""
         schedule, pp, vpp = pipeline
-        m = self.rows.table[some.row, 9][:, None]
-        each = c.f + c.b + c.w - c.hidden.sum(axis=1)
-        last = 0 if schedule in V_SHAPED else pp - 1
-        ends = np.zeros((len(m), pp))
-        ends[:, 0] += c.embedding.sum(axis=1)
-        ends[:, last] += c.head.sum(axis=1)
-        lead, quicker = self.leading(pp), c.quicker.sum(axis=1)[:, None]
-        less = c.credit.sum(axis=1) + lead * quicker[:, 0]
-        spare = vpp * c.credit[:, :1] + np.maximum(lead - np.arange(pp), 0) * quicker
-        layer = c.f - c.hidden[:, 0] + (c.b + c.w if schedule in ("1f1b", "gpipe", "interleaved") else 0.0)
-        wait = np.maximum(0.0, layer[:, None] * np.arange(pp) - less[:, None])
-        budget = (seconds - wait) / m - ends
-        if pp > 1 and schedule in ("1f1b", "gpipe"):
-            total = each * self.main.layers + ends.sum(axis=1) - less
-            more = np.maximum(m - 1, 1)
-            after = (seconds - total[:, None]) / more - ends
-            if schedule == "1f1b":
-                after += self._ahead(c, some.bulk.f.max(axis=1), after + spare, each, more)
-            budget = np.where(m > 1, np.minimum(budget, after), budget)
-        most = np.floor((budget + spare) / np.maximum(each[:, None], 1e-30) + ROUNDING)
-        good = (most >= vpp).all(axis=1) & (most.sum(axis=1) >= self.main.layers)
-        at = np.flatnonzero(good)
-        each, layer, m, enough = each[at], layer[at] / each[at], m[at], self.main.layers * (1 - ROUNDING)
-        time, share = (seconds + less[at, None] + m * (spare - ends)[at]) / each[:, None], layer / vpp
-        down, up = np.arange(pp)[::-1], np.arange(pp)
+        budget, each, layer = self._budget(pipeline, some, c, np.full(len(some), seconds))
+        most = np.floor(budget / each[:, None] + ROUNDING)
+        at = np.flatnonzero((most >= vpp).all(axis=1) & (most.sum(axis=1) >= self.main.layers))
+        m, spare, ends, less = (x[at] for x in self._around(pipeline, some, c))
+        each, enough = each[at], self.main.layers * (1 - ROUNDING)
+        share, down, up = layer[at] / each / vpp, np.arange(pp)[::-1], np.arange(pp)
+        time = (seconds + less[:, None] + m * (spare - ends)) / each[:, None]
         good = _together(time + up * share[:, None] * (vpp - 1), np.repeat(m, pp, axis=1), share, down) >= enough
         if (
             schedule == "zb-h1"
@@ -129,6 +110,47 @@ class Cores(CoreCosts):
             own = m - np.minimum(down + 1, m) * f[:, None]
             good &= _together(time - (self.main.layers * f)[:, None], own, b, up) >= enough
         return at[good]
+
+    def _around(self, pipeline: Pipeline, some: Splits, c: Costs) -> tuple[Ints, Floats, Floats, Floats]:
+        """(microbatches; column x rank, seconds a microbatch that layers of another kind may save a rank, and those of embedding and head;
+        seconds that they may save all ranks)."""
+        schedule, pp, vpp = pipeline
+        ends = np.zeros((len(some), pp))
+        ends[:, 0] += c.embedding.sum(axis=1)
+        ends[:, 0 if schedule in V_SHAPED else pp - 1] += c.head.sum(axis=1)
+        lead, quicker = self.leading(pp), c.quicker.sum(axis=1)[:, None]
+        spare = vpp * c.credit[:, :1] + np.maximum(lead - np.arange(pp), 0) * quicker
+        return self.rows.table[some.row, 9][:, None], spare, ends, c.credit.sum(axis=1) + lead * quicker[:, 0]
+
+    def _budget(self, pipeline: Pipeline, some: Splits, c: Costs, seconds: Floats) -> tuple[Floats, Floats, Floats]:
+        """(column x rank: seconds a microbatch that it has for its layers, within ``seconds`` of pipeline; by column, seconds of a layer and
+        those that it makes later ranks wait). A rank waits for a layer of each chunk before its own, and does all its microbatches; or the
+        first one passes all ranks, and a rank does the rest."""
+        schedule, pp, _ = pipeline
+        m, spare, ends, less = self._around(pipeline, some, c)
+        each = np.maximum(c.f + c.b + c.w - c.hidden.sum(axis=1), 1e-30)
+        layer = c.f - c.hidden[:, 0] + (c.b + c.w if schedule in ("1f1b", "gpipe", "interleaved") else 0.0)
+        wait = np.maximum(0.0, layer[:, None] * np.arange(pp) - less[:, None])
+        budget = (seconds[:, None] - wait) / m - ends
+        if pp > 1 and schedule in ("1f1b", "gpipe"):
+            total = each * self.main.layers + ends.sum(axis=1) - less
+            more = np.maximum(m - 1, 1)
+            after = (seconds - total)[:, None] / more - ends
+            if schedule == "1f1b":
+                after += self._ahead(c, some.bulk.f.max(axis=1), after + spare, each, more)
+            budget = np.where(m > 1, np.minimum(budget, after), budget)
+        return budget + spare, each, layer
+
+    def _recomputing(self, pipeline: Pipeline, some: Splits, c: Costs, seconds: Floats) -> npt.NDArray[np.bool_]:
+        """Whether a column's ranks could hold all layers within ``seconds`` of pipeline with the recompute that their memory asks for, at the
+        least price of a byte."""
+        budget, each, _ = self._budget(pipeline, some, c, seconds)
+        most = budget / each[:, None]
+        for bytes_, room, price in c.prices(self.flying(pipeline, some.row), self.main.first):
+            most = np.minimum(most, (budget + price * room) / (each[:, None] + price * bytes_))
+        most = np.floor(most + ROUNDING)
+        good: npt.NDArray[np.bool_] = (most >= pipeline[2]).all(axis=1) & (most.sum(axis=1) >= self.main.layers)
+        return good
 
     def _ahead(self, c: Costs, f: Floats, budget: Floats, each: Floats, more: Ints) -> Floats:
         """Column x rank: seconds a microbatch of the forwards that a rank of 1F1B has done when its first backward comes, which the path
@@ -162,12 +184,19 @@ class Cores(CoreCosts):
         return found
 
     def left(self, pipeline: Pipeline, rows: Ints, seconds: float) -> tuple[Ints, float]:
-        """(the rows of which a column may be done within ``seconds`` of pipeline, as far as is known without paths; the least that its mean
-        rank takes)."""
+        """(the rows of which a column may be done within ``seconds`` of pipeline, as far as is known without paths; a bound of all of them)."""
         if pipeline[0] == "dualpipe":
             return rows, float(self.rows.work[rows].min(initial=np.inf))
         looked = self._looked(pipeline, rows, seconds)
-        return (rows[:0], np.inf) if looked is None else (np.flatnonzero(np.bincount(looked[0].row)), float(looked[0].work.min()))
+        if looked is None:
+            return rows[:0], np.inf
+        some, costs = looked
+        low, high = some.work.copy(), np.full(len(some), seconds)
+        for _ in range(COARSE):
+            middle = (low + high) / 2
+            good = self._recomputing(pipeline, some, costs, middle)
+            low, high = np.where(good, low, middle), np.where(good, middle, high)
+        return np.flatnonzero(np.bincount(some.row)), float(low.min())
 
     def _looked(self, pipeline: Pipeline, rows: Ints, seconds: float) -> tuple[Splits, Costs] | None:
         """The columns of a pipeline's cores that may be done within ``seconds``, by the mean rank's work, what is known of a schedule without
@@ -183,6 +212,10 @@ class Cores(CoreCosts):
         some, costs = some.take(at), costs.take(at)
         costs = replace(costs, **self.bytes(some, pipeline))
         at = np.flatnonzero(costs.roomy(self.flying(pipeline, some.row), pipeline[2], self.main.layers, self.main.first))
+        if not len(at):
+            return None
+        some, costs = some.take(at), costs.take(at)
+        at = np.flatnonzero(self._recomputing(pipeline, some, costs, np.full(len(some), seconds)))
         return (some.take(at), costs.take(at)) if len(at) else None
 
     def _splits(self, pipeline: Pipeline, rows: Ints, seconds: float) -> Splits:

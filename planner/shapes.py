@@ -12,7 +12,7 @@ number; where there are two ways, the one that adds less bounds both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -99,6 +99,22 @@ class Costs:
             most = np.floor((room + odd) / one + ROUNDING)
             good &= (most >= vpp).all(axis=1) & (np.minimum(most, layers).sum(axis=1) >= layers)
         return good
+
+    def prices(self, flying: Flying, first: int) -> Iterator[tuple[Floats, Floats, Floats]]:
+        """Column x rank at each full moment: (bytes of a layer that recomputes nothing, bytes that there are for all of them, least seconds of
+        recompute a byte that they exceed these by); ``first``: leading layers of another kind, which may weigh nothing."""
+        top, pp = self.kept.max(axis=1)[:, None], self.room.shape[1]
+        ahead = np.maximum(0.0, first - np.arange(pp)) if first <= pp else np.full(pp, float(first))
+        saved = top - self.kept
+        with np.errstate(divide="ignore", invalid="ignore"):
+            price = np.where(saved > 0, self.again / saved, np.inf).min(axis=1)[:, None]
+        price = np.where(np.isfinite(price), price, 0.0)
+        for moment in flying.moments:
+            each = np.stack([self.state[:, None] + g.alive * top + g.waiting * self.waits[:, None] for g in moment])
+            room = self.room + (0.0 if first else self.lighter) + sum(g.waiting for g in moment) * self.above[:, None]
+            one = np.maximum(each.mean(axis=0), 1e-30)
+            odd = each.max(axis=0) - one
+            yield one, room + odd + ahead * each.max(axis=0), price / np.maximum(np.max([g.alive for g in moment], axis=0), 0.5)
 
     def take(self, at: Any) -> Costs:
         """The columns ``at``."""

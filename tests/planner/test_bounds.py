@@ -143,6 +143,7 @@ def may_be_done(cores: Cores, key: Key, row: int, shard: Shard, seconds: float, 
     assert split.work[0] <= seconds, which
     assert split.roomy(cores.rows)[0], which
     assert len(cores.glance(key[:3], split, costs, seconds)), which
+    assert cores._recomputing(key[:3], split, costs, np.array([seconds]))[0], which
     assert costs.roomy(cores.flying(key[:3], split.row), key[2], layers, cores.main.first)[0], which
     assert cores.shape(key).holds(costs, seconds, layers, memory=True)[0], which
 
