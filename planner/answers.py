@@ -252,7 +252,7 @@ class Answers:
         if not extra or self.best is None:
             return
         seen = {family(f.prefix, f.shard)[:-1] for f in self.found.values()}
-        wanted, tried = len(seen) + extra, dict[tuple[int, ...], int]()
+        tried: dict[tuple[int, ...], int] = {}
         for hope in self._hopeful(left):
             degrees, columns = family(self.rows.prefixes[self.rows.at[hope.row]], None)[:-1], self._columns_of(hope)
             if not columns or degrees in seen or tried.get(degrees, 0) == VAIN:
@@ -260,7 +260,7 @@ class Answers:
             tried[degrees] = tried.get(degrees, 0) + 1
             if self._try(hope, columns, float("inf")):
                 seen.add(degrees)
-            if len(seen) >= wanted or len(tried) > 4 * extra + 8 or self.late():
+            if len(seen) > extra + 3 or len(tried) > 4 * extra + 8 or self.late():
                 return
 
 
