@@ -7,6 +7,9 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
@@ -45,3 +48,26 @@ def plain(value: Any) -> Any:
 def always_one(degree: Any) -> bool:
     """Whether a degree is 1 everywhere, so that what only a larger degree causes can be left out."""
     return bool(np.all(degree == 1)) if isinstance(degree, np.ndarray) else degree == 1
+
+
+def distinct(table: Ints) -> tuple[Ints, Ints]:
+    """(the first of each distinct row, in the order of a sort; which of those each row is) of whole numbers from 0."""
+    code, number = np.zeros(len(table), np.int64), 1
+    for column in table.T:
+        values, place = _places(column)
+        number, code = _places(code * values + place)
+    first = np.zeros(number, np.int64)
+    first[code[::-1]] = np.arange(len(table))[::-1]  # of those that are assigned to one place, the last stays
+    return first, code
+
+
+def _places(code: Ints) -> tuple[int, Ints]:
+    """(how many distinct whole numbers from 0 there are, the place of each among them, rising)."""
+    top = int(code.max(initial=-1)) + 1
+    if top > 8 * len(code) + 1024:
+        values, place = np.unique(code, return_inverse=True)
+        return len(values), place
+    seen = np.zeros(top, bool)
+    seen[code] = True
+    rising = np.cumsum(seen)
+    return int(seen.sum()), rising[code] - 1

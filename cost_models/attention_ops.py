@@ -74,7 +74,7 @@ def packed_pairs(local: Local, ring: Number) -> Number:
 
     if isinstance(ring, np.ndarray):
         values, places = np.unique(ring, return_inverse=True)
-        return np.array([one(int(v)) for v in values])[places]
+        return np.array([one(int(v)) for v in values])[places.reshape(ring.shape)]
     return one(int(ring))
 
 

@@ -235,42 +235,34 @@ def build(orders: tuple[Rows, ...], chunks: int, remote: npt.NDArray[np.bool_], 
 def _slots(orders: tuple[Rows, ...], chunks: int, remote: npt.NDArray[np.bool_]) -> _Slots:
     """One slot an action, two for the first of a pair (its own wait, then the partner's): a pair starts when both may start, and both
     its results exist when it ends."""
-    most = 1 + max(int(rows[:, 1].max()) for rows in orders)
+    lengths = [len(rows) for rows in orders]
+    rank, position = np.repeat(np.arange(len(orders)), lengths), np.concatenate([np.arange(n) for n in lengths])
+    kind, microbatch, chunk, paired = np.concatenate(orders).T
+    slot = 1 + np.arange(len(kind)) + np.cumsum(paired)
+    first, partner = paired == 1, np.roll(paired, 1) == 1  # of a pair; no rank ends with the first of one
+    result = np.where(first, np.roll(slot, -1), slot)
+    is_forward, is_backward = kind == 0, (kind == 1) | (kind == 3)
+    most = 1 + int(microbatch.max())
     forward, backward = np.zeros((most, chunks + 1), np.int64), np.zeros((most, chunks + 2), np.int64)
-    columns, results, start = [], [], 1
-    for rank, rows in enumerate(orders):
-        kind, microbatch, chunk, paired = rows.T
-        slot = start + np.arange(len(rows)) + np.cumsum(paired)
-        partner = np.roll(paired, 1)
-        result = np.where(paired == 1, np.roll(slot, -1), slot)
-        is_forward, is_backward = kind == 0, (kind == 1) | (kind == 3)
-        forward[microbatch[is_forward], chunk[is_forward] + 1] = result[is_forward]
-        backward[microbatch[is_backward], chunk[is_backward]] = result[is_backward]
-        duration = np.where(paired == 1, 4, np.where(partner == 1, 5, kind)) * chunks + chunk
-        columns.append((rank, rows, slot, partner, duration))
-        results.append(result)
-        start = int(slot[-1]) + 1
-    table = np.zeros((5, start), np.int64)
-    source, lag, kinds, ranks, positions = table
+    forward[microbatch[is_forward], chunk[is_forward] + 1] = result[is_forward]
+    backward[microbatch[is_backward], chunk[is_backward]] = result[is_backward]
+    up, down = is_forward & (chunk > 0), is_backward & (chunk < chunks - 1)
+    awaited = np.where(up, forward[microbatch, chunk], np.where(down, backward[microbatch, np.minimum(chunk + 1, chunks - 1)], 0))
+    missing = np.flatnonzero((up | down) & (awaited == 0))
+    if len(missing):
+        raise AssertionError(f"the order deadlocks on rank {rank[missing[0]]}: it awaits an action that no rank does")
+    boundary = np.where(up, chunk - 1, np.where(down, chunk, -1))
+    crossed = np.where((boundary >= 0) & remote[boundary], 1 + boundary + np.where(up, 0, chunks), 0)
+    source, lag, kinds, ranks, positions = np.zeros((5, int(slot[-1]) + 1), np.int64)
     kinds[:] = KINDS * chunks
-    for rank, rows, slot, partner, duration in columns:
-        kind, microbatch, chunk, paired = rows.T
-        up, down = (kind == 0) & (chunk > 0), ((kind == 1) | (kind == 3)) & (chunk < chunks - 1)
-        awaited = np.where(
-            up, forward[microbatch, chunk], np.where(down, backward[microbatch, np.minimum(chunk + 1, chunks - 1)], 0)
-        )
-        if (awaited[up | down] == 0).any():
-            raise AssertionError(f"the order deadlocks on rank {rank}: it awaits an action that no rank does")
-        boundary = np.where(up, chunk - 1, np.where(down, chunk, -1))
-        crossed = np.where((boundary >= 0) & remote[boundary], 1 + boundary + np.where(up, 0, chunks), 0)
-        own = np.where(partner == 1, 0, awaited), np.where(partner == 1, 0, crossed)
-        follows = np.where(paired == 1, np.roll(awaited, -1), own[0]), np.where(paired == 1, np.roll(crossed, -1), own[1])
-        source[slot], lag[slot], kinds[slot] = follows[0], follows[1], duration
-        waits = slot[paired == 1] - 1
-        source[waits], lag[waits] = awaited[paired == 1], crossed[paired == 1]
-        ranks[slot[0] - paired[0] : slot[-1] + 1], positions[slot] = rank, np.arange(len(rows))
-        positions[waits] = np.flatnonzero(paired == 1)
-    return _Slots(source, lag, kinds, ranks, positions, results)
+    own = np.where(partner, 0, awaited), np.where(partner, 0, crossed)
+    source[slot] = np.where(first, np.roll(awaited, -1), own[0])
+    lag[slot] = np.where(first, np.roll(crossed, -1), own[1])
+    kinds[slot] = np.where(first, 4, np.where(partner, 5, kind)) * chunks + chunk
+    ranks[slot], positions[slot] = rank, position
+    waits = slot[first] - 1
+    source[waits], lag[waits], ranks[waits], positions[waits] = awaited[first], crossed[first], rank[first], position[first]
+    return _Slots(source, lag, kinds, ranks, positions, np.split(result, np.cumsum(lengths)[:-1]))
 
 
 def _ends_of(slots: _Slots, pp: int) -> tuple[list[int], list[int]]:

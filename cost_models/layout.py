@@ -196,7 +196,9 @@ class Layout(HashedOnce):
         return chunk % self.pp
 
     def chunks_of_rank(self, pp_rank: int) -> tuple[int, ...]:
-        return tuple(c for c in range(self.chunks) if self.rank_of_chunk(c) == pp_rank)
+        if self.schedule in V_SHAPED:
+            return tuple(c for c in (pp_rank, 2 * self.pp - 1 - pp_rank) if c < self.chunks)
+        return tuple(range(pp_rank, self.chunks, self.pp))
 
     def layers_of_chunk(self, chunk: int, num_layers: int) -> range:
         """Global indices of the layers of ``chunk``."""

@@ -336,10 +336,9 @@ def _path(g: Graph, steps: list[Step], blocking: bool, last: int, schedule: str)
 
 
 def _count(g: Graph, steps: list[Step]) -> tuple[Floats, Floats]:
-    counts, transfers = np.zeros(KINDS * g.chunks + 1 + g.pp), np.zeros(2 * g.chunks + 1)
-    np.add.at(counts, [g.kind[node - 1] for node, _ in steps], 1.0)
-    np.add.at(transfers, [g.lag[node - 1] for node, across in steps if across], 1.0)
-    return counts, transfers
+    kinds, lags = [g.kind[node - 1] for node, _ in steps], [g.lag[node - 1] for node, across in steps if across]
+    counts = np.bincount(kinds, minlength=KINDS * g.chunks + 1 + g.pp)
+    return counts.astype(float), np.bincount(np.array(lags, np.int64), minlength=2 * g.chunks + 1).astype(float)
 
 
 def _as_path(counts: Floats, transfers: Floats, g: Graph, blocking: bool, schedule: str, first: int, last: int) -> Path:

@@ -18,8 +18,7 @@ dualpipe-v     the same order folded into a V on half the ranks, one copy
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.arrays import distinct
 from profiles.errors import InputError
 
 KINDS = ("F", "B", "W", "BW")
@@ -166,13 +166,14 @@ def settled(schedule: str, pp: int, vpp: int, microbatches: int) -> int:
 
 
 def _in_flight(rank: int, rows: Rows) -> InFlight:
-    kind, chunks = rows[:, 0], np.unique(rows[:, 2])
+    kind, chunks = rows[:, 0], np.flatnonzero(np.bincount(rows[:, 2]))
     mine = rows[:, 2][:, None] == chunks
     forward, split, weight, whole = np.array([kind == KINDS.index(name) for name in ("F", "B", "W", "BW")])
     alive = np.cumsum(mine * (forward.astype(int) - (split | whole))[:, None], axis=0)
     held = np.cumsum(mine * (split.astype(int) - weight)[:, None], axis=0)
     full = (forward & ~np.append(forward[1:], False)) | split
-    seen = np.unique(np.stack([alive[full], held[full]], axis=2).reshape(-1, 2 * len(chunks)), axis=0)
+    moments = np.stack([alive[full], held[full]], axis=2).reshape(-1, 2 * len(chunks))
+    seen = moments[distinct(moments)[0]]
     exceeds = ~np.eye(len(seen), dtype=bool)
     for bytes_ in seen.T:
         exceeds &= np.greater_equal.outer(bytes_, bytes_)
@@ -252,105 +253,69 @@ def _alternating(forward: Rows, backward: Rows, warm: int, lag: int | None = Non
     return np.concatenate(parts)
 
 
-def _collected(actions: Iterator[Action]) -> Rows:
-    return np.array([(KINDS.index(a.kind), a.microbatch, a.chunk, a.paired) for a in actions], np.int64)
-
-
 def _zero_bubble_v(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
-    return _collected(_zero_bubble_v_actions(rank, pp, microbatches))
-
-
-def _zero_bubble_v_actions(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
     """The handcrafted V of the paper's section 6, for at least 2 pp - 1 microbatches; with fewer, those not there are left out."""
     steady = max(2 * pp - 1, microbatches)
-    near, far = rank, 2 * pp - 1 - rank
-    done: dict[tuple[str, int], int] = defaultdict(int)
-
-    def step(*kinds: tuple[str, int]) -> Iterator[Action]:
-        for kind, chunk in kinds:
-            m = done[kind, chunk]
-            done[kind, chunk] += 1
-            if m < microbatches:
-                yield Action(kind, m, chunk)
-
-    f0, b0, w0, f1, b1, w1 = ("F", near), ("B", near), ("W", near), ("F", far), ("B", far), ("W", far)
-    yield from step(*[f0] * (2 * (pp - rank) - 1))
-    yield from step(*[f1, f0] * rank)
-    yield from step(*[f1, b1, w1] * (pp - rank))
-    while done[f1] < done[f0] or done[f0] < steady:
-        if done[f0] < steady:
-            yield from step(f0)
-        yield from step(b0, w0, f1, b1, w1)
-    yield from step(*[b0, b1] * rank)
-    yield from step(*[b0, w0] * (pp - rank))
-    yield from step(*[w1] * (done[b1] - done[w1]))
-    yield from step(*[w0] * (done[b0] - done[w0]))
+    f0, b0, w0, f1, b1, w1 = range(6)
+    steps = [f0] * (2 * (pp - rank) - 1) + [f1, f0] * rank + [f1, b1, w1] * (pp - rank)
+    steps += [f0, b0, w0, f1, b1, w1] * (steady - steps.count(f0))
+    steps += [b0, w0, f1, b1, w1] * (steady - steps.count(f1))
+    steps += [b0, b1] * rank + [b0, w0] * (pp - rank)
+    steps += [w1] * (steps.count(b1) - steps.count(w1)) + [w0] * (steps.count(b0) - steps.count(w0))
+    step = np.array(steps)
+    rows = np.zeros((len(step), 4), np.int64)
+    rows[:, 0], rows[:, 2] = step % 3, np.where(step < 3, rank, 2 * pp - 1 - rank)
+    for one in range(6):
+        _number(rows, step == one)
+    return rows[rows[:, 1] < microbatches]
 
 
-def _dual(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int, int, bool]]:
-    """(kind, index of the microbatch within its phase, phase 0 or 1, paired) of DualPipe's eight steps.
+def _number(rows: Rows, which: npt.NDArray[np.bool_]) -> None:
+    """Give some actions the microbatches 0, 1, ... in turn."""
+    rows[which, 1] = np.arange(np.count_nonzero(which))
+
+
+def _dual(rank: int, ranks: int, microbatches: int) -> Rows:
+    """DualPipe's eight steps: rows of (index of the kind, index of the microbatch within its phase, phase 0 or 1, paired).
 
     Read from the public description of DualPipe-V; for DualPipe the same steps hold with the ranks and microbatches of one half.
     """
-    count: dict[tuple[str, int], int] = defaultdict(int)
-    waiting: deque[tuple[int, int]] = deque()
-
-    def do(kind: str, phase: int, paired: bool = False) -> tuple[str, int, int, bool]:
-        key = ("F" if kind == "F" else "B", phase)
-        m = count[key]
-        count[key] += 1
-        if kind == "B":
-            waiting.append((m, phase))
-        return kind, m, phase, paired
-
-    def weight() -> Iterator[tuple[str, int, int, bool]]:
-        if waiting:
-            m, phase = waiting.popleft()
-            yield "W", m, phase, False
-
-    after = ranks - 1 - rank
-    for _ in range(2 * after):
-        yield do("F", 0)
-    for _ in range(rank + 1):
-        yield do("F", 0)
-        yield do("F", 1)
-    for _ in range(after):
-        yield do("B", 1)
-        yield from weight()
-        yield do("F", 1)
-    for i in range(microbatches - 2 * ranks + rank + 1):
-        yield do("F", 0, paired=not (i == 0 and after == 0))
-        yield do("BW", 1)
-        yield do("F", 1, paired=True)
-        yield do("BW", 0)
-    for _ in range(after):
-        yield do("BW", 1)
-        yield do("F", 1, paired=True)
-        yield do("BW", 0)
-    split = False
-    for i in range(rank + 1):
-        split = split or (i == (rank + 1) // 2 and rank % 2 == 1)
-        yield do("B" if split else "BW", 1)
-        split = split or (i == (rank + 1) // 2 and rank % 2 == 0)
-        yield do("B" if split else "BW", 0)
-    for _ in range(after):
-        yield from weight()
-        yield do("B" if split else "BW", 0)
-    while waiting:
-        yield from weight()
+    after, steady = ranks - 1 - rank, max(0, microbatches - 2 * ranks + rank + 1)
+    f0, f1 = (0, 0, 0), (0, 1, 0)
+    pair0, pair1 = (0, 0, 1), (0, 1, 1)
+    split0, split1 = (1, 0, 0), (1, 1, 0)
+    weight = (2, 0, 0)
+    both0, both1 = (3, 0, 0), (3, 1, 0)
+    turns = [pair0, both1, pair1, both0] * steady
+    if turns and not after:
+        turns[0] = f0
+    whole = (rank + 1) // 2
+    ending = [both1, both0] * whole + ([split1, split0] if rank % 2 else [both1, split0]) + [split1, split0] * (rank - whole)
+    steps = [f0] * (2 * after) + [f0, f1] * (rank + 1) + [split1, weight, f1] * after + turns + [both1, pair1, both0] * after
+    steps += ending + [weight, split0] * after + [weight] * (ending.count(split0) + ending.count(split1))
+    kind, phase, paired = np.array(steps, np.int64).T
+    rows = np.stack([kind, np.zeros(len(kind), np.int64), phase, paired], axis=1)
+    forward, weights = kind == 0, kind == 2
+    for one in (0, 1):
+        _number(rows, forward & (phase == one))
+        _number(rows, ~forward & ~weights & (phase == one))
+    rows[weights, 1:3] = rows[kind == 1, 1:3]  # weight gradients follow in the order of their inputs' ones
+    return rows
 
 
 def _dualpipe_v(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
-    chunks = (rank, 2 * pp - 1 - rank)
-    return _collected(Action(kind, m, chunks[phase], paired) for kind, m, phase, paired in _dual(rank, pp, microbatches))
+    rows = _dual(rank, pp, microbatches)
+    rows[:, 2] = np.where(rows[:, 2] == 0, rank, 2 * pp - 1 - rank)
+    return rows
 
 
 def _dualpipe(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:
     half = min(rank, pp - 1 - rank)
-    second = rank >= pp // 2
-    chunks = (half, pp - 1 - half)
-    steps = _dual(half, pp // 2, microbatches // 2)
-    return _collected(Action(kind, 2 * m + (phase ^ second), chunks[phase], paired) for kind, m, phase, paired in steps)
+    rows = _dual(half, pp // 2, microbatches // 2)
+    phase = rows[:, 2].copy()
+    rows[:, 1] = 2 * rows[:, 1] + (phase ^ int(rank >= pp // 2))
+    rows[:, 2] = np.where(phase == 0, half, pp - 1 - half)
+    return rows
 
 
 _ORDERS = {

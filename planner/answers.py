@@ -207,7 +207,7 @@ class Answers:
         """Rows by the least bytes of their bound; ``smallest``: of the same degrees those with the smallest micro batch."""
         order = np.lexsort((self.rows.table[:, 5], self.row_bytes))[:most]
         if smallest:
-            order = np.unique(self.rows.start[self.rows.at[order]])
+            order = np.flatnonzero(np.bincount(self.rows.start[self.rows.at[order]]))
         return [self.rows[int(i)] for i in order]
 
     def _any_answer(self, most: int = 60) -> None:

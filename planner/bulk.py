@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.arrays import distinct
 from cost_models.communication import Exchange, exchanged, reach
 from cost_models.job import Job
 from cost_models.layout import DEDUPLICATED, RecomputeRule
@@ -185,29 +186,6 @@ class Degrees(SimpleNamespace):
         if key not in memo:
             memo[key] = compute(self)
         return memo[key]
-
-
-def distinct(table: Ints) -> tuple[Ints, Ints]:
-    """(the first of each distinct row, which of those each row is)."""
-    code, number = np.zeros(len(table), np.int64), 1
-    for column in table.T:
-        values, place = _places(column)
-        number, code = _places(code * values + place)
-    first = np.zeros(number, np.int64)
-    first[code[::-1]] = np.arange(len(table))[::-1]  # of those that are assigned to one place, the last stays
-    return first, code
-
-
-def _places(code: Ints) -> tuple[int, Ints]:
-    """(how many distinct whole numbers from 0 there are, the place of each among them, rising)."""
-    top = int(code.max(initial=-1)) + 1
-    if top > 8 * len(code) + 1024:
-        values, place = np.unique(code, return_inverse=True)
-        return len(values), place
-    seen = np.zeros(top, bool)
-    seen[code] = True
-    rising = np.cumsum(seen)
-    return int(seen.sum()), rising[code] - 1
 
 
 def degrees_of(job: Job, keys: Ints, kind: str, dispatcher: str = "alltoall") -> Degrees:

@@ -302,7 +302,7 @@ class Column:
         self.layers = job.model.num_layers
         self._ends: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._stage_ends: dict[tuple[Mix, bool, bool], tuple[float, float]] = {}
-        self._lightest: dict[tuple[tuple[int, ...], bool, bool], ChunkSeconds] = {}
+        self._chunks: dict[tuple[Mix, bool, bool, int], ChunkSeconds] = {}
 
     @cached_property
     def even(self) -> bool:
@@ -355,6 +355,12 @@ class Column:
 
     def chunk(self, mix: Mix, *, first: bool, last: bool, tail: int = 0) -> ChunkSeconds:
         """The chunk as ``cost_models.step`` has it."""
+        key = mix, first, last, tail if last else 0
+        if key not in self._chunks:
+            self._chunks[key] = self._chunk(mix, first=first, last=last, tail=tail)
+        return self._chunks[key]
+
+    def _chunk(self, mix: Mix, *, first: bool, last: bool, tail: int) -> ChunkSeconds:
         f, b, w, sf, sb = self.chunk_seconds(mix, first=first, last=last, tail=tail)
         kinds, embedding, head = self.unit_weights
         weights = Holding()
@@ -378,12 +384,9 @@ class Column:
 
     def lightest(self, counts: tuple[int, ...], *, first: bool, last: bool) -> ChunkSeconds:
         """A chunk that holds these layers by kind, all of them in the mode that has the least input gradient."""
-        key = (counts, first, last)
-        if key not in self._lightest:
-            mode = int(self.units.b.min(axis=0).argmin())
-            mix = tuple(tuple(n if m == mode else 0 for m in range(len(self.modes))) for n in counts)
-            self._lightest[key] = self.chunk(mix, first=first, last=last, tail=mode)
-        return self._lightest[key]
+        mode = int(self.units.b.min(axis=0).argmin())
+        mix = tuple(tuple(n if m == mode else 0 for m in range(len(self.modes))) for n in counts)
+        return self.chunk(mix, first=first, last=last, tail=mode)
 
     @cached_property
     def layer_update(self) -> Floats:

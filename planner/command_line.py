@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 from collections.abc import Callable
@@ -175,8 +176,10 @@ goal_options = options(
 
 
 def collect_seldom() -> None:
-    """Look for garbage a seventieth as often: a plan makes millions of objects, hardly one of them in a cycle."""
+    """Look for garbage a seventieth as often, and not when the process ends: a plan makes millions of objects, hardly one of them in a
+    cycle."""
     gc.set_threshold(50_000, 20, 20)
+    atexit.register(gc.freeze)
 
 
 def make_goal(

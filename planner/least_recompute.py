@@ -36,6 +36,8 @@ AFTER, LOSS = (np.array([name in some for name in MOMENTS]) for some in (MOMENTS
 """Moments of ``memory.beyond_kept``; which are of microbatches that wait for their weight gradient, and which of the loss."""
 KEPT, BEAM = 5_000, 500
 """Combinations built up at most beyond that; how many of them go on once they were more."""
+CROWD = 300
+"""Combinations beyond which those that need the same bytes are looked for before the last chunk."""
 HALVINGS = 16
 SWAPS, SOME = 40, 1_000
 """Times that two chunks' mixes are exchanged at most; exchanges looked at together."""
@@ -251,8 +253,10 @@ def _grown(rank: RankMixes, slack: float, multiplier: Floats) -> tuple[Floats, I
         if len(good) > (KEPT if whole else BEAM):
             first = np.argsort(new_over, kind="stable")[:BEAM]
             good, new_over, whole = good[first], new_over[first], False
-        kept = _apart(new_used[good], new_most[good], new_over)
-        over, good = new_over[kept], good[kept]
+        if len(good) > CROWD or c == chunks - 1:
+            kept = _apart(new_used[good], new_most[good], new_over)
+            new_over, good = new_over[kept], good[kept]
+        over = new_over
         used, most, at, mix = new_used[good], new_most[good], at[good], mix[good]
         seconds, picks = seconds[at] + one.seconds[mix], np.concatenate([picks[at], mix[:, None]], axis=1)
     return seconds, picks, whole

@@ -14,6 +14,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.arrays import distinct
 from cost_models.dependencies import graph
 from cost_models.pipeline import makespans
 from planner.columns import Column
@@ -126,4 +127,5 @@ class _Neighbours:
             rows = np.tile(picks, (int(fits.sum()), 1))
             rows[:, c], rows[:, d] = p[fits], q[fits]
             out.append(rows)
-        return np.unique(np.concatenate(out), axis=0) if out else np.zeros((0, len(picks)), np.int64)
+        every = np.concatenate(out) if out else np.zeros((0, len(picks)), np.int64)
+        return every[distinct(every)[0]]

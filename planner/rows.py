@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.arrays import distinct
 from cost_models.job import Job
 from cost_models.layout import RecomputeRule
-from planner.bulk import Bulk, distinct, lower_seconds
+from planner.bulk import Bulk, lower_seconds
 from planner.bulk_bytes import Held, Kept, held_of, kept_of
 from planner.space import Batch, Prefix, Space
 
