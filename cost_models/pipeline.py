@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -378,7 +379,7 @@ def _seeds(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[tuple[i
     backward = (kind // g.chunks >= 1) & (kind // g.chunks <= 3) | (kind // g.chunks == 5)
     by_rank = np.argsort(g.rank, kind="stable")
     own = np.split(by_rank[1:], np.flatnonzero(np.diff(g.rank[by_rank[1:]])) + 1)
-    paths = []
+    paths, ways = [], _Ways(g, waiter)
     for rank, (_, *nodes) in enumerate(own):
         some = np.array(nodes)
         awaited = np.flatnonzero(waiter[some])
@@ -388,28 +389,59 @@ def _seeds(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[tuple[i
         ):
             if leave < entry:
                 continue
-            way = _way_in(g, nodes[entry]), _way_out(waiter, nodes[leave])
-            counts, transfers = _count(g, way[0] + way[1])
-            counts += np.bincount(kind[some[entry + 1 : leave + 1] - 1], minlength=len(counts))
-            first, last = g.rank[way[0][0][0]], g.rank[way[1][-1][0]] if way[1] else rank
-            paths.append((rank, counts, transfers, int(first), int(last)))
+            came, left = ways.into(nodes[entry]), ways.out_of(nodes[leave])
+            counts = came.counts + left.counts + np.bincount(kind[some[entry + 1 : leave + 1] - 1], minlength=len(came.counts))
+            paths.append((rank, counts, came.transfers + left.transfers, came.end, rank if left.end < 0 else left.end))
     return tuple(paths)
 
 
-def _way_in(g: Graph, node: int) -> list[Step]:
-    """A path into ``node`` that goes over transfers wherever there is one."""
-    steps = []
-    while node:
-        before, source = g.before[node - 1], g.source[node - 1]
-        steps.append((node, source > 0))
-        node = source or before
-    return steps[::-1]
+class _Way(NamedTuple):
+    """Nodes by kind and transfers of a way, and the rank of its far end (-1: it has none)."""
+
+    counts: Floats
+    transfers: Floats
+    end: int
 
 
-def _way_out(waiter: npt.NDArray[np.int64], node: int) -> list[Step]:
-    """From transfer to transfer, over what waits for ``node``, by ``waiter``."""
-    steps = []
-    while waiter[node]:
-        node = int(waiter[node])
-        steps.append((node, True))
-    return steps
+class _Ways:
+    """Ways into nodes of a graph, over transfers wherever there is one, and out of them, from transfer to transfer over what waits for them
+    (``waiter``); each grows from the way into, or out of, the node next to it."""
+
+    def __init__(self, g: Graph, waiter: npt.NDArray[np.int64]) -> None:
+        self.g, self.waiter = g, waiter.tolist()
+        none = _Way(np.zeros(KINDS * g.chunks + 1 + g.pp), np.zeros(2 * g.chunks + 1), -1)
+        self._in: dict[int, _Way] = {0: none}
+        self._out: dict[int, _Way] = {0: none}
+
+    def into(self, node: int) -> _Way:
+        """From the start of a rank."""
+        g, chain = self.g, list[int]()
+        while node not in self._in:
+            chain.append(node)
+            node = g.source[node - 1] or g.before[node - 1]
+        way = self._in[node]
+        for node in reversed(chain):
+            way = self._longer(way, node, across=g.source[node - 1] > 0, end=way.end)
+            self._in[node] = way
+        return way
+
+    def out_of(self, node: int) -> _Way:
+        """The nodes after ``node``."""
+        chain = [node]
+        while (node := self.waiter[node]) and node not in self._out:
+            chain.append(node)
+        way, later = self._out[node], node
+        for node in reversed(chain):
+            if later:
+                way = self._longer(way, later, across=True, end=way.end)
+            self._out[node] = way
+            later = node
+        return way
+
+    def _longer(self, way: _Way, node: int, *, across: bool, end: int) -> _Way:
+        counts, transfers = way.counts.copy(), way.transfers
+        counts[self.g.kind[node - 1]] += 1.0
+        if across:
+            transfers = transfers.copy()
+            transfers[self.g.lag[node - 1]] += 1.0
+        return _Way(counts, transfers, int(self.g.rank[node]) if end < 0 else end)

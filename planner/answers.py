@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,10 @@ from cost_models.job import Job
 from cost_models.memory import StageMemory, fits
 from planner.books import Found
 from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, prefix_counts, priced_as
+from planner.core_costs import CoreCosts
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick, quick_within
+from planner.hopes import Hope, hopes
 from planner.program import Answer
 from planner.rows import Row, Rows, idle
 from planner.space import Batch, Prefix, Shard, Space
@@ -25,12 +27,17 @@ from profiles.errors import InputError
 
 LEAN = 12
 """Rows that need least memory, looked at for what a job needs that does not fit: bounds pass over what a micro batch costs."""
-CLOSE = 0.95
-"""Share of the first answer's seconds above which no further family is asked for one."""
-SCHEDULES, MICRO_BATCHES = 3, 4
-"""Schedules of a row that looks fast answered before the rest is bounded; micro batches of the same degrees tried where memory decides."""
-POOR = 1.5
-"""Times what the best row promises, beyond which a first answer is poor."""
+CLOSE = 0.98
+"""Share of the best answer's seconds above which what looks no faster is not tried first."""
+TRIES, ALIKE = 10, 4
+"""Cores that look fast answered before the rest is bounded, and of the same degrees, each with another schedule."""
+VAIN = 2
+"""Cores of a family tried for a runner-up at most."""
+RECOMPUTED, SHARDED, UNFIT = 1 / 3, 1.4, 1.5
+"""How much slower a row counts where all layers recompute; times where only sharded gradients or parameters fit, and where not even those."""
+ROWS, BLOCKS = 256, 6
+"""Rows whose columns' hopes are looked at together, how many times at most, and how many times slower a row counts that does not fit
+even where everything is sharded and recomputed."""
 
 
 @dataclass
@@ -50,6 +57,8 @@ class Answers:
         self.slowing = stragglers(self.job.cluster.nodes if self.job.cluster.gpus > 1 else 1)
         self.found: dict[tuple[Prefix, Batch, Shard], Found] = {}
         self.best: Found | None = None
+        self._hopes: list[list[Hope]] = []
+        """Of so many rows, those that look fastest first."""
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -71,15 +80,10 @@ class Answers:
         """Least bytes of the fullest rank, by row."""
         return self.rows.bytes[0]
 
-    def _hopes(self) -> npt.NDArray[np.float64]:
-        """About how long a row's best step takes: its bound, the pipeline's idle time, and recompute where memory asks for it."""
-        _, plain, tight, _ = self.rows.bytes
-        limit = self.job.limit_bytes
-        over = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
-        hopes: npt.NDArray[np.float64] = (
-            self.row_bounds * (1 + self.rows.idle()) * (1 + over / 3) * np.where(tight > limit, 1.4, 1.0)
-        )
-        return hopes
+    @cached_property
+    def core_costs(self) -> CoreCosts:
+        """The costs of its columns by arrays."""
+        return CoreCosts(self.rows)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -153,25 +157,49 @@ class Answers:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def _first_answers(self, left: npt.NDArray[np.int64]) -> None:
-        """Quick answers of rows that look fast, until one fits and the next look little faster: behind a poor answer nothing is cut, and effort
-        is spent on what is no better. Where none comes near what rows promise, memory is what decides: rows that fit with all recompute and
-        sharding go first then."""
-        hopes = self._hopes()
-        self._answers_in_order(left, hopes, 60, 1)
-        if self.fastest > POOR * float(hopes[left].min()):
-            fits = self.rows.bytes[3] <= self.job.limit_bytes
-            self._answers_in_order(left, np.where(fits, self.row_bounds * (1 + self.rows.idle()), np.inf), 30, MICRO_BATCHES)
-
-    def _answers_in_order(self, left: npt.NDArray[np.int64], hopes: npt.NDArray[np.float64], rows: int, micro_batches: int) -> None:
-        """Quick answers of up to ``rows`` rows in the order of their ``hopes``: of the same degrees up to ``micro_batches`` until one fits."""
-        tried: dict[tuple[int, ...], int] = {}
-        for i in left[np.lexsort((left, hopes[left]))]:
-            if hopes[i] >= CLOSE * self.fastest or rows == 0 or self.late() or not np.isfinite(hopes[i]):
+        """Quick answers of columns that look fast, until one fits and the next look little faster: behind a poor answer nothing is cut, and
+        effort is spent on what is no better."""
+        tried: dict[tuple[int, ...], set[str]] = {}
+        for hope in self._hopeful(left):
+            if self.step(hope.seconds) >= CLOSE * self.fastest or sum(map(len, tried.values())) >= TRIES:
                 return
-            degrees = family(self.rows.prefixes[self.rows.at[i]], None)
-            if tried.get(degrees, 0) < micro_batches:
-                fits, rows = self.try_row(self.rows[int(i)], SCHEDULES, faster=True), rows - 1
-                tried[degrees] = micro_batches if fits else tried.get(degrees, 0) + 1
+            schedules = tried.setdefault(family(self.rows.prefixes[self.rows.at[hope.row]], None), set())
+            if hope.batch.schedule not in schedules and len(schedules) < ALIKE and (columns := self._columns_of(hope)):
+                schedules.add(hope.batch.schedule)
+                self._try(hope, columns, self.fastest)
+
+    def _hopeful(self, left: npt.NDArray[np.int64]) -> Iterator[Hope]:
+        """Columns of the rows ``left``, the most hopeful first as far as rows say which ones to look at, some of them at a time."""
+        _, plain, tight, sharded = self.rows.bytes
+        limit = self.job.limit_bytes
+        recomputed = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
+        hope = self.row_bounds * (1 + self.rows.idle()) * (1 + RECOMPUTED * recomputed)
+        hope *= np.where(tight > limit, SHARDED, 1.0) * np.where(sharded > limit, UNFIT, 1.0)
+        left, waiting = left[np.lexsort((left, hope[left]))], list[Hope]()
+        for place, start in enumerate(range(0, min(len(left), BLOCKS * ROWS), ROWS)):
+            if place == len(self._hopes):
+                self._hopes.append(hopes(self.core_costs, left[start : start + ROWS]))
+            waiting = sorted([*waiting, *self._hopes[place]], key=lambda h: h.seconds)
+            rest = float(hope[left[start + ROWS]]) if start + ROWS < len(left) else float("inf")
+            ready = sum(self.step(h.seconds) <= rest for h in waiting)
+            yield from waiting[:ready]
+            waiting = waiting[ready:]
+        yield from waiting
+
+    def _columns_of(self, hope: Hope) -> list[Shard]:
+        """The columns of a hope, one of each way to price them."""
+        groups = self._likely(self.rows.prefixes[self.rows.at[hope.row]], hope.batch)
+        return [shard for group in groups for shard in group if shard.zero == hope.zero]
+
+    def _try(self, hope: Hope, columns: Sequence[Shard], limit: float) -> bool:
+        """Quick answers within ``limit`` seconds; whether there is one."""
+        prefix, found = self.rows.prefixes[self.rows.at[hope.row]], False
+        for shard in columns:
+            column, fitting = self.column(prefix, hope.batch, shard)
+            answer = quick_within(column, fitting, self.policies(hope.batch, prefix), limit)[0]
+            self._keep(answer, prefix, hope.batch, shard)
+            found = found or answer is not None
+        return found
 
     # -- what fits at all -------------------------------------------------------------------------------------------
 
@@ -223,18 +251,16 @@ class Answers:
         """Answers for further families (other degrees), the most hopeful first, for the runners-up."""
         if not extra or self.best is None:
             return
-        left = left[np.lexsort((left, self._hopes()[left]))]
-        seen = {family(f.prefix, f.shard) for f in self.found.values()}
+        seen = {family(f.prefix, f.shard)[:-1] for f in self.found.values()}
         tried: dict[tuple[int, ...], int] = {}
-        for i in left:
-            row = self.rows[int(i)]
-            degrees = family(row.prefix, None)
-            if tried.get(degrees, 0) >= 2 or any(s[:-1] == degrees[:-1] for s in seen):
+        for hope in self._hopeful(left):
+            degrees, columns = family(self.rows.prefixes[self.rows.at[hope.row]], None)[:-1], self._columns_of(hope)
+            if not columns or degrees in seen or tried.get(degrees, 0) == VAIN:
                 continue
             tried[degrees] = tried.get(degrees, 0) + 1
-            if self.try_row(row, 1):
-                seen = {family(f.prefix, f.shard) for f in self.found.values()}
-            if len(seen) > extra + 3 or len(tried) > 4 * extra + 8:
+            if self._try(hope, columns, float("inf")):
+                seen.add(degrees)
+            if len(seen) > extra + 3 or len(tried) > 4 * extra + 8 or self.late():
                 return
 
 

@@ -109,19 +109,24 @@ class Paths:
         self.key = (schedule, pp, vpp, microbatches, blocking)
         self.ranks = ranks_of_chunks(schedule, pp, vpp)
         self._seen: dict[bytes, int] = {}
-        self.rows: list[Path] = []
         self.duals: list[Floats] = []
         """Weights over paths that were optimal for some column: any of them bounds every column."""
-        for path in seed_paths(schedule, pp, vpp, microbatches, blocking):
+
+    @cached_property
+    def rows(self) -> list[Path]:
+        """The paths kept, the schedule's own first, which are found when they are asked for."""
+        self.__dict__["rows"] = rows = list[Path]()
+        for path in seed_paths(*self.key):
             self.add(path)
+        return rows
 
     def add(self, path: Path) -> bool:
         """Keep a path; False when it was there."""
-        mark = _mark(path)
+        mark, rows = _mark(path), self.rows
         if mark in self._seen:
             return False
-        self._seen[mark] = len(self.rows)
-        self.rows.append(path)
+        self._seen[mark] = len(rows)
+        rows.append(path)
         self.__dict__.pop("matrices", None)
         return True
 

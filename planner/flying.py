@@ -9,7 +9,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.arrays import distinct
 from cost_models.layout import SPLIT_BACKWARD, V_SHAPED
 from cost_models.schedules import KINDS, order_rows, settled
 from planner.recompute_tables import Group
@@ -95,11 +94,14 @@ def _in_flight(schedule: str, pp: int, vpp: int, microbatches: int) -> Flying:
 def _evenest(alive: Ints) -> Floats:
     """Microbatches alive by chunk in the mean of the fullest moments in which the chunk with fewest has most: no choice of layers and recompute
     needs less at its own fullest moment than in this mean."""
-    fullest = alive[alive.sum(axis=1) == alive.sum(axis=1).max()]
-    some = fullest[distinct(fullest)[0]]
-    total, best = np.zeros(alive.shape[1]), np.zeros(alive.shape[1])
+    every = alive.sum(axis=1)
+    most = every.max()
+    some, chunks = alive[every == most], alive.shape[1]
+    total, best = np.zeros(chunks), np.zeros(chunks)
     for turn in range(1, 17):
         total = total + some[some[:, int(total.argmin())].argmax()]
         if (total / turn).min() > best.min():
             best = total / turn
+            if best.min() * chunks >= most:  # as even as can be
+                break
     return best

@@ -130,7 +130,7 @@ def _beside(b: Bytes, top: Floats) -> Floats:
 
 
 def _prices(saved: Floats, again: Floats, groups: Sequence[Group]) -> list[Floats]:
-    """Column x rank: seconds a byte at which two modes of a chunk cost the same."""
+    """Column x rank: seconds a byte at which two modes of a chunk cost the same, those at which no third costs less than both."""
     out: list[Floats] = []
     modes = saved.shape[1]
     for i in range(modes):
@@ -138,7 +138,9 @@ def _prices(saved: Floats, again: Floats, groups: Sequence[Group]) -> list[Float
             gain, cost = saved[:, j] - saved[:, i], again[:, j] - again[:, i]
             with np.errstate(divide="ignore", invalid="ignore"):
                 price = np.where(gain * cost > 0, cost / gain, 0.0)
-            if price.any():
+            both = again[:, i] - price * saved[:, i]
+            least = (again - price[:, None] * saved).min(axis=1)
+            if (price * (both <= least + ROUNDING * np.abs(both))).any():
                 out += [price[:, None] / np.maximum(group.alive, 0.5) for group in groups]
     return out
 

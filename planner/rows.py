@@ -99,11 +99,26 @@ class Rows(Sequence[Row]):
         """Columns of each row."""
         if self.space.excludes_pairs:
             return np.array([sum(self.space.count(row.prefix, b) for b in row.batches) for row in self], np.int64)
-        names = sorted({b.schedule for slot in self.slots for b in slot})
-        place = {name: i for i, name in enumerate(names)}
+        place, each, at = self._of_prefixes
         slots = np.repeat(np.arange(len(self.slots)), [len(slot) for slot in self.slots])
         schedules = np.array([place[b.schedule] for slot in self.slots for b in slot], np.int64)
-        number = np.bincount(slots * len(names) + schedules, minlength=len(self.slots) * len(names)).reshape(-1, max(1, len(names)))
+        number = np.bincount(slots * len(place) + schedules, minlength=len(self.slots) * len(place)).reshape(-1, max(1, len(place)))
+        counts: Ints = np.einsum("ij,ij->i", number[self.slot], each[at[self.at]])
+        return counts
+
+    def columns(self, which: Ints, schedule: str, vpp: int) -> int:
+        """Columns of the cores that rows ``which`` make with one schedule."""
+        if not self.space.excludes_pairs:
+            place, each, at = self._of_prefixes
+            return int(each[at[self.at[which]], place[schedule]].sum())
+        batches = (next(b for b in self[int(i)].batches if (b.schedule, b.vpp) == (schedule, vpp)) for i in which)
+        return sum(self.space.count(self.prefixes[self.at[i]], batch) for i, batch in zip(which, batches, strict=True))
+
+    @cached_property
+    def _of_prefixes(self) -> tuple[dict[str, int], Ints, Ints]:
+        """(place of each schedule, columns of a core by kind of prefix and schedule, the kind of each prefix)."""
+        names = sorted({b.schedule for slot in self.slots for b in slot})
+        place = {name: i for i, name in enumerate(names)}
         known: dict[Any, int] = {}
         at = np.array([known.setdefault(key, len(known)) for key in map(self.space.counted_by, self.prefixes)], np.int64)
         each = np.zeros((len(known), len(names)), np.int64)
@@ -114,8 +129,7 @@ class Rows(Sequence[Row]):
                 samples[low] = {b.schedule: b for slot in self.slots[low : low + int(self.size[i])] for b in slot}
             some = samples[low]
             row[[place[name] for name in some]] = self.space.counts(self.prefixes[i], list(some.values()))
-        counts: Ints = np.einsum("ij,ij->i", number[self.slot], each[at[self.at]])
-        return counts
+        return place, each, at
 
     @cached_property
     def key(self) -> Ints:
@@ -193,9 +207,11 @@ class Rows(Sequence[Row]):
 
     @cached_property
     def work(self) -> Floats:
-        """Least seconds of the pipeline of each row: the mean rank's work."""
+        """Least seconds of the pipeline of each row: the mean rank's work; where no pair hides any, one microbatch's way there and back."""
         least: Floats = self.table[:, 9] * self.bulk.total(self.totals)[self.key] / self.table[:, 7]
-        return least
+        if self.job.execution.ep_overlap:
+            return least
+        return np.maximum(least, self.bulk.way(self.totals)[self.key])
 
     def seconds(self, which: Ints) -> Floats:
         """``work`` of the rows ``which``."""
@@ -213,14 +229,18 @@ class Rows(Sequence[Row]):
 
 def idle(batch: Batch, pp: int, layers: int) -> float:
     """About the idle share of a schedule, layers that do not divide over its chunks counted, to try likely ones first."""
-    ideal = (pp - 1) / batch.microbatches
     rank = -(-layers // pp)
-    bubble = {
-        "interleaved": ideal * -(-layers // (pp * batch.vpp)) / rank,
+    rounded = rank * pp / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
+    return (1 + bubble(batch, pp, layers)) * rounded - 1
+
+
+def bubble(batch: Batch, pp: int, layers: int) -> float:
+    """About the share of a rank's work for which a schedule leaves it idle."""
+    ideal = (pp - 1) / batch.microbatches
+    return {
+        "interleaved": ideal * -(-layers // (pp * batch.vpp)) / -(-layers // pp),
         "zb-h1": ideal / 3,
         "zb-v": ideal / 5,
         "dualpipe-v": ideal / 4,
         "dualpipe": ideal / 4,
     }.get(batch.schedule, ideal)
-    rounded = rank * pp / layers if batch.vpp > 1 or pp > layers // 4 else 1.0
-    return (1 + bubble) * rounded - 1

@@ -12,7 +12,7 @@ Every column is counted once: cut by memory (does not fit with the least recompu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,15 +116,14 @@ class Search(Answers):
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows pipeline by pipeline, and work on what they add to the queue."""
         self.cores = cores
-        waiting = sorted((self._hope_of(pipeline, rows), pipeline) for pipeline, rows in cores.by.items())
-        for place, (_, pipeline) in enumerate(waiting):
+        waiting = self._order(cores.by)
+        for place, pipeline in enumerate(waiting):
             rows = cores.by[pipeline]
             rows = rows[self.row_bounds[rows] < self.fastest]
             if not len(rows):
                 continue
-            least = float(self.row_bounds[rows].min())
-            if self._enough(least):
-                self._leave(least, sum(self._columns(int(i), pipeline) for i in rows), cut=False)
+            if self._enough(queue):
+                self._pass_over(pipeline, rows)
                 continue
             self._tell(0.5 * place / len(waiting))
             some = cores.within(pipeline, rows, self.pipeline(self.fastest))
@@ -134,10 +133,27 @@ class Search(Answers):
             if len(queue) > CROWD:
                 self._work(queue, effort, STEPS)
 
-    def _hope_of(self, pipeline: Pipeline, rows: npt.NDArray[np.int64]) -> float:
+    def _pass_over(self, pipeline: Pipeline, rows: npt.NDArray[np.int64]) -> None:
+        """Leave a pipeline's cores unexplored, with the bound that their mean ranks give."""
+        if self.late():
+            left, least = rows, float(self.row_bounds[rows].min())
+        else:
+            left, work = self.cores.left(pipeline, rows, self.pipeline(self.fastest))
+            least = float(self.step(work))
+        self._leave(least, self.rows.columns(left, pipeline[0], pipeline[2]), cut=False)
+
+    def _order(self, pipelines: Iterable[Pipeline]) -> list[Pipeline]:
+        """The pipelines whose columns look fastest first, those without a hopeful one by their rows' work after them."""
+        best: dict[Pipeline, float] = {}
+        for hope in (hope for some in self._hopes for hope in some):
+            pipeline = hope.batch.schedule, int(self.rows.table[hope.row, 7]), hope.batch.vpp
+            best[pipeline] = min(hope.seconds, best.get(pipeline, hope.seconds))
+        return sorted(pipelines, key=lambda p: (p not in best, best.get(p) or self._hope_of(p), p))
+
+    def _hope_of(self, pipeline: Pipeline) -> float:
         """About how long the best core of a pipeline takes."""
         schedule, pp, vpp = pipeline
-        least: dict[int, float] = {}
+        rows, least = self.cores.by[pipeline], dict[int, float]()
         for m, seconds in zip(self.rows.table[rows, 9].tolist(), self.row_bounds[rows].tolist(), strict=True):
             least[m] = min(seconds, least.get(m, seconds))
         return min(s * (1 + idle(Batch(0, schedule, vpp, m), pp, self.job.model.num_layers)) for m, s in least.items())
@@ -157,7 +173,7 @@ class Search(Answers):
         for done in range(steps):
             if not queue.heap or queue.opened >= effort or queue.heap[0][0] >= self.fastest * (1 - queue.gap):
                 return done > 0
-            if self._enough(queue.heap[0][0]):
+            if self._enough(queue):
                 return done > 0
             bound, level, item = queue.pop()
             self._patience -= 1
@@ -180,38 +196,34 @@ class Search(Answers):
         shards = self.space.columns_of(self.rows[one.row].prefix, self._batch(one))
         return [s for s in shards if s.zero == one.zero and s.dp_shard == one.shard]
 
-    def _columns(self, row: int, pipeline: Pipeline) -> int:
-        batch = next(b for b in self.rows[row].batches if (b.schedule, b.vpp) == (pipeline[0], pipeline[2]))
-        return self.space.count(self.rows[row].prefix, batch)
-
     def _leave(self, bound: float, number: int, cut: bool) -> None:
         """Columns that nobody looked into: cut by their bound, or not explored."""
         self.books.unexplored += 0 if cut else number
         self.books.weakest = min(self.books.weakest, bound)
 
     def _open_class(self, bound: float, one: Class) -> Iterator[tuple[float, Any]]:
-        """The columns of a class, those of equal costs as one."""
+        """The columns of a class, those of equal costs as one, with their own bounds."""
         prefix, batch = self.rows[one.row].prefix, self._batch(one)
         alike: dict[Any, list[Shard]] = {}
         for shard in self._members(one):
             placed = placement(self.job.cluster, self.space.layout(prefix, batch, shard))
             alike.setdefault((priced_as(shard.dispatcher), shard.offload, placed), []).append(shard)
-        for some in alike.values():
-            yield bound, (one, Alike(some[0], len(some)))
-
-    def _answer(self, bound: float, one: Class, alike: Alike) -> Iterator[tuple[float, Any]]:
-        """A column's own bound, and a quick answer; of several chunks a rank, whose loads are looked at next, only where there is
-        none."""
-        row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
-        column, fitting = self.column(row.prefix, batch, shard)
-        exact = None
-        if one.key[0] != "dualpipe":
-            exact = self.cores.exact(one, column)
-            high = self.pipeline(self.fastest) if self.best else 4 * self.pipeline(bound)
-            bound = max(bound, float(self.step(self.cores.bound(one.key, exact, self.pipeline(bound), high))))
-        if bound >= self.fastest:
+        groups = [Alike(some[0], len(some)) for some in alike.values()]
+        if one.key[0] == "dualpipe" or not groups:
+            yield from ((bound, (one, group, None)) for group in groups)
             return
-        if exact is None or column.layout.vpp == 1 or self.best is None:  # those of several chunks come from their loads
+        exact = self.cores.exact(one, [self.column(prefix, batch, group.shard)[0] for group in groups])
+        high = self.pipeline(self.fastest) if self.best else 4 * self.pipeline(bound)
+        least = self.step(self.cores.bounds(one.key, exact, self.pipeline(bound), high))
+        for place, group in enumerate(groups):
+            if (own := max(bound, float(least[place]))) < self.fastest:
+                yield own, (one, group, exact.take([place]))
+
+    def _answer(self, bound: float, one: Class, alike: Alike, exact: Costs | None) -> Iterator[tuple[float, Any]]:
+        """A quick answer of a column; of several chunks a rank, whose loads are looked at next, only where there is none."""
+        row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
+        if exact is None or batch.vpp == 1 or self.best is None:  # those of several chunks come from their loads
+            column, fitting = self.column(row.prefix, batch, shard)
             self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
         yield bound, (one, alike, exact)
 
@@ -226,10 +238,10 @@ class Search(Answers):
         """Whether effort goes on until the gap is closed."""
         return self.prove or self.books.legal <= TINY
 
-    def _enough(self, least: float) -> bool:
-        """Whether to stop before what is bounded by ``least``: the time allowed is over; or nothing left can narrow the gap, which something
-        left unexplored holds open, and no answer got better for long."""
-        return self.late() or (not self.whole and least >= self.books.weakest and self._patience <= 0)
+    def _enough(self, queue: Queue) -> bool:
+        """Whether to stop: the time allowed is over; or a column that was solved holds the gap open, and no answer got better for long."""
+        open_ = self.books.weakest < self.fastest * (1 - queue.gap)
+        return self.late() or (not self.whole and open_ and self._patience <= 0)
 
     def _solve_one(self, bound: float, one: Class, alike: Alike, exact: Costs | None, gap: float, close: bool) -> float | None:
         """Solve a column. To prove, one that may still be faster is left to be closed when nothing has a lesser bound: its bound then."""
@@ -282,7 +294,7 @@ class Search(Answers):
         self._keep(answer, row.prefix, batch, shard)
         bound = max(bound, least)
         if bound < self.fastest * (1 - gap):  # the paths that were found bound it better
-            again = self.cores.bound(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))
+            again = self.cores.bounds(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))[0]
             bound = max(bound, float(self.step(again)))
         if bound < before + VAIN * (self.fastest - before):
             self._vain.add(one.key)

@@ -12,7 +12,7 @@ number; where there are two ways, the one that adds less bounds both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -34,6 +34,8 @@ ROUNDING = 1e-9
 """Layers by which a capacity may miss a whole number through rounding."""
 HIDDEN = USABLE * (1 - INTERFERENCE)
 """Seconds of a rank's gradient reduction that a second more of its backward hides at most."""
+REMEMBERED = 64
+"""Columns whose recompute in whole layers is kept for each shape."""
 ROUNDS = 6
 """Rounds of propagation: each only tightens."""
 
@@ -77,22 +79,42 @@ class Costs:
         """Column x (f, b, w): seconds by which a leading layer is quicker."""
         return np.maximum(0.0, np.stack([self.f, self.b, self.w], axis=1) - self.ahead)
 
-    def roomy(self, flying: Flying, vpp: int, layers: int, leading: int) -> Bools:
+    def roomy(self, flying: Flying, vpp: int, layers: int, first: int) -> Bools:
         """Whether the ranks of a column have room for all layers in the mode that keeps least, a rank's chunks as even as they can be;
-        ``leading``: layers of another kind before all others."""
-        kept, good = self.kept.min(axis=1)[:, None], np.ones(len(self), bool)
-        ahead = np.maximum(0.0, leading - np.arange(self.room.shape[1]))
+        ``first``: layers of another kind before all others, of which a rank holds one less than the rank before it, or any number where the
+        ranks are fewer."""
+        kept, good, pp = self.kept.min(axis=1)[:, None], np.ones(len(self), bool), self.room.shape[1]
+        ahead = np.maximum(0.0, first - np.arange(pp)) if first <= pp else np.full(pp, float(first))
+        state, keeps, waits = (self.ahead_bytes[:, i, None] for i in range(3))
         for moment in flying.moments:
             each = np.stack([self.state[:, None] + g.alive * kept + g.waiting * self.waits[:, None] for g in moment])
-            room = self.room + self.lighter + 1.0 + sum(g.waiting for g in moment) * self.above[:, None]
-            if leading:
-                state, keeps, waits = (self.ahead_bytes[:, i, None] for i in range(3))
-                room = room + ahead * np.maximum(0.0, each[0] - state - moment[0].alive * keeps - moment[0].waiting * waits)
+            room = self.room + 1.0 + sum(g.waiting for g in moment) * self.above[:, None]
+            if first:
+                lead = np.stack([state + g.alive * keeps + g.waiting * waits for g in moment])
+                room = room + ahead * np.maximum(0.0, (each - lead).max(axis=0))
+            else:
+                room = room + self.lighter
             one = np.maximum(each.mean(axis=0), 1e-30)
             odd = each.max(axis=0) - one if len(moment) > 1 else 0.0
             most = np.floor((room + odd) / one + ROUNDING)
             good &= (most >= vpp).all(axis=1) & (np.minimum(most, layers).sum(axis=1) >= layers)
         return good
+
+    def prices(self, flying: Flying, first: int) -> Iterator[tuple[Floats, Floats, Floats]]:
+        """Column x rank at each full moment: (bytes of a layer that recomputes nothing, bytes that there are for all of them, least seconds of
+        recompute a byte that they exceed these by); ``first``: leading layers of another kind, which may weigh nothing."""
+        top, pp = self.kept.max(axis=1)[:, None], self.room.shape[1]
+        ahead = np.maximum(0.0, first - np.arange(pp)) if first <= pp else np.full(pp, float(first))
+        saved = top - self.kept
+        with np.errstate(divide="ignore", invalid="ignore"):
+            price = np.where(saved > 0, self.again / saved, np.inf).min(axis=1)[:, None]
+        price = np.where(np.isfinite(price), price, 0.0)
+        for moment in flying.moments:
+            each = np.stack([self.state[:, None] + g.alive * top + g.waiting * self.waits[:, None] for g in moment])
+            room = self.room + (0.0 if first else self.lighter) + sum(g.waiting for g in moment) * self.above[:, None]
+            one = np.maximum(each.mean(axis=0), 1e-30)
+            odd = each.max(axis=0) - one
+            yield one, room + odd + ahead * each.max(axis=0), price / np.maximum(np.max([g.alive for g in moment], axis=0), 0.5)
 
     def take(self, at: Any) -> Costs:
         """The columns ``at``."""
@@ -185,7 +207,7 @@ class Shape:
         self.deals = self._deals()
         self._table: _Table | None = None
         self._again: dict[bytes, list[Floats]] = {}
-        """``again`` of the column asked for last."""
+        """``again`` of the columns asked for last."""
 
     def _deals(self) -> list[Ints]:
         """Rank x chunk of it, in the order in which they get a layer more; each way in which they may."""
@@ -214,13 +236,20 @@ class Shape:
     def again(self, c: Costs, layers: int) -> list[Floats]:
         """By number of leading layers on a rank, of the ranks that may hold so many: ``recompute_tables.least_again``; of one column in
         whole layers."""
-        if len(c) > 1:
-            return self._tables(c, layers)
-        mark = c.mark()
-        if mark not in self._again:
-            find = partial(least_again_in_whole_layers, tried=-(-layers // self.pp) + 2)
-            self._again = {mark: self._tables(c, layers, find)}
-        return self._again[mark]
+        return self._tables(c, layers) if len(c) > 1 else self.again_each(c, layers)
+
+    def again_each(self, c: Costs, layers: int) -> list[Floats]:
+        """``again`` of columns one by one."""
+        found = []
+        for i in range(len(c)):
+            one = c.take([i])
+            mark = one.mark()
+            if mark not in self._again:
+                if len(self._again) >= REMEMBERED:
+                    self._again.clear()
+                self._again[mark] = self._tables(one, layers, partial(least_again_in_whole_layers, tried=-(-layers // self.pp) + 2))
+            found.append(self._again[mark])
+        return [np.concatenate(tables) for tables in zip(*found, strict=True)]
 
     def _tables(self, c: Costs, layers: int, find: Callable[..., Floats] = least_again) -> list[Floats]:
         top = min(layers - (self.pp - 1) * self.vpp, 2 * -(-layers // self.pp) + 4)

@@ -424,6 +424,14 @@ class Space:
         splits = self._splits(prefix).items()
         return frozenset(zero for zero, (_, sample) in splits if self._goes(prefix, batch, zero, sample))
 
+    def zero_stages(self, piped: bool) -> list[int]:
+        """The ZeRO stages that columns with a pipeline, or without one, may have."""
+        return sorted(z for z in {0, *self.limits.zero} if not piped or z <= self.limits.max_zero_with_pp)
+
+    def may_go(self, schedule: str, piped: bool, zero: int) -> bool:
+        """Whether a ZeRO stage may go with a schedule, as far as was asked."""
+        return self._crossed.get((schedule, piped, zero), True)
+
     def _splits(self, prefix: Prefix) -> dict[int, tuple[int, Shard]]:
         """Splits of dp by ZeRO stage: how many are legal, and one of them. They depend on the key alone."""
         key = (prefix.tp, prefix.cp, prefix.pp > 1, prefix.dp, prefix.ep, prefix.etp)

@@ -64,15 +64,15 @@ class Splits:
         once = bool((microbatches == 1).all())
         state, embedding, head = states_of(rows.job, table, shard, zero, offload=offload, once=once)
         beside = (ends.start + ends.end) @ rows.totals + ends.start_least + ends.end_least
-        work = (microbatches * bulk.total(rows.totals) + beside) / pp
+        work = np.maximum(rows.work[which], (microbatches * bulk.total(rows.totals) + beside) / pp)
         gathered = gathered_of(rows.job, table, shard, zero)
         return cls(which, np.full(len(which), zero), shard, bulk, ends, state, embedding, head, gathered, work)
 
     @classmethod
-    def every(cls, rows: Rows, which: Ints, zeros: Sequence[int]) -> Splits:
-        """All splits of rows of one number of stages under these ZeRO stages."""
+    def every(cls, rows: Rows, which: Ints) -> Splits:
+        """All splits of rows of one number of stages."""
         once, parts = rows.table[which, 9] == 1, []
-        for zero in zeros:
+        for zero in rows.space.zero_stages(int(rows.table[which[0], 7]) > 1):
             for some in filter(len, (which[once], which[~once])):
                 ways = [np.array(divisors(int(d)) if zero else [1]) for d in rows.table[some, 8]]
                 at = np.repeat(some, [len(w) for w in ways])

@@ -67,7 +67,7 @@ def test_passes_by_arrays_are_those_of_the_estimate(name: str) -> None:
 
 def test_prediction_modules_take_no_less_than_their_bound_under_any_dispatcher() -> None:
     j = made("dense layers first in megatron")
-    search, cores = cores_of(j)
+    search = cores_of(j)[0]
     rows, quickest = search.rows, set()
     for i in random.Random(1).sample(range(len(rows)), 20):
         row, ways = rows[i], {}
@@ -143,7 +143,8 @@ def may_be_done(cores: Cores, key: Key, row: int, shard: Shard, seconds: float, 
     assert split.work[0] <= seconds, which
     assert split.roomy(cores.rows)[0], which
     assert len(cores.glance(key[:3], split, costs, seconds)), which
-    assert costs.roomy(cores.flying(key[:3], split.row), key[2], layers, cores.leading(key[1]))[0], which
+    assert cores._recomputing(key[:3], split, costs, np.array([seconds]))[0], which
+    assert costs.roomy(cores.flying(key[:3], split.row), key[2], layers, cores.main.first)[0], which
     assert cores.shape(key).holds(costs, seconds, layers, memory=True)[0], which
 
 
@@ -263,7 +264,7 @@ def test_loads_of_a_column_are_the_best_of_all_splits_of_the_declared_space(sche
     one = next(
         c for _, c in cores.within((schedule, 2, vpp), np.arange(1), 1e3) if (c.zero, c.shard) == (shard.zero, shard.dp_shard)
     )
-    exact: Costs = cores.exact(one, column)
+    exact: Costs = cores.exact(one, [column])
     found = best_loads(column, fitting, search.policies(row.batches[0], row.prefix), cores.shape(one.key), exact, 1e3, 1e-6, 500)
     assert found is not None and found[0] is not None
     best = min(_seconds(column, fitting, s, m) for s, m in zip(some, plain, strict=True))

@@ -49,7 +49,7 @@ def rows_of(schedule: str, vpp: int, layers: int) -> LoadRows:
     one = next(c for _, c in cores.within(key[:3], np.arange(1), 1e3) if (c.zero, c.shard) == (shard.zero, shard.dp_shard))
     low, high = np.full(2, max(vpp, layers // 2 - 2)), np.full(2, layers // 2 + 2)
     return LoadRows(
-        column, fitting, search.policies(row.batches[0], row.prefix), cores.shape(key), cores.exact(one, column), low, high
+        column, fitting, search.policies(row.batches[0], row.prefix), cores.shape(key), cores.exact(one, [column]), low, high
     )
 
 

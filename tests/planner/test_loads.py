@@ -59,7 +59,7 @@ def closed_as_enumerated(pipeline: Pipeline, seed: int) -> str:
     column, fitting = search.column(row.prefix, row.batches[0], shard)
     cores = Cores(search.rows, np.arange(1), search.store)
     one = next(c for _, c in cores.within(pipeline, np.arange(1), 1e3) if (c.zero, c.shard) == (shard.zero, shard.dp_shard))
-    exact, gap = cores.exact(one, column), 1e-4
+    exact, gap = cores.exact(one, [column]), 1e-4
     answer, bound = best_loads(column, fitting, some, cores.shape(one.key), exact, 1e3, gap, 200, prove=True, programs=64)
     assert answer is not None and fitting.fits(answer.stages, answer.mixes)
     assert bound <= best * (1 + 1e-9) and best <= answer.seconds * (1 + 1e-9)
