@@ -48,6 +48,19 @@ def _chunks_held(schedule: str, pp: int, vpp: int) -> tuple[tuple[int, ...], ...
     return tuple(ranks_chunks(layout, rank) for rank in range(pp))
 
 
+@lru_cache(maxsize=1024)
+def _alike(schedule: str, pp: int, vpp: int, microbatches: int) -> tuple[int, ...]:
+    """``Fitting.alike``."""
+    layout = Layout(pp=pp, vpp=vpp, schedule=schedule)
+    first: dict[tuple[Any, ...], int] = {}
+    ranks = []
+    for held, chunks in zip(in_flight(schedule, pp, vpp, microbatches), _chunks_held(schedule, pp, vpp), strict=True):
+        places = tuple([place_of(layout, chunk) for chunk in chunks])
+        moments = tuple([tuple([one[1:] for one in snapshot]) for snapshot in held.snapshots])
+        ranks.append(first.setdefault((places, moments), held.rank))
+    return tuple(ranks)
+
+
 def _runs(job: Job, modes: tuple[RecomputeRule, ...], mix: Mix) -> list[Run]:
     """The chunk as runs: kinds in the order they first appear in the model, the costlier modes of a kind first."""
     order = sorted(range(len(mix)), key=job.model.pattern.index)
@@ -82,13 +95,8 @@ class Fitting:
     @cached_property
     def alike(self) -> tuple[int, ...]:
         """By rank, the first rank whose chunks stand in places like its own and have as many microbatches alive at every moment."""
-        first: dict[tuple[Any, ...], int] = {}
-        ranks = []
-        for rank, snapshots in enumerate(self.snapshots):
-            places = tuple(self.places[chunk] for chunk in self.held(rank))
-            moments = tuple(tuple((alive, held) for _, alive, held in snapshot) for snapshot in snapshots)
-            ranks.append(first.setdefault((places, moments), rank))
-        return tuple(ranks)
+        layout = self.layout
+        return _alike(layout.schedule, layout.pp, layout.vpp, self.column.microbatches)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from cost_models.activations import ChunkMemory
 from cost_models.layout import ZERO_BUBBLE
 from cost_models.memory import Fixed, Peak, beyond_kept, rank_memory
+from cost_models.schedules import in_flight
 from planner.columns import Mix
 from planner.fitting import Counts, Fitting, Policy
 
@@ -169,7 +171,8 @@ def _chunk_mixes(
     besides, at the loss and in a backward."""
     key = (policy, counts, fitting.alike[rank], place, gathered)
     if key not in fitting.menus:
-        one, moments = menu(fitting, policy, counts, fitting.held(rank)[place]), _moments(fitting, rank)
+        one, layout = menu(fitting, policy, counts, fitting.held(rank)[place]), fitting.layout
+        moments = _moments(layout.schedule, layout.pp, layout.vpp, fitting.column.microbatches, fitting.alike[rank])
         loss, backward = gathered
         whole = dict(beyond_kept(ChunkMemory(loss=0, head=0), 1, 1, (loss, backward), True))
         more = one.beside + np.array([whole[name] for name in MOMENTS])[:, None]
@@ -191,15 +194,13 @@ class _Moments:
     floor: Floats
 
 
-def _moments(fitting: Fitting, rank: int) -> _Moments:
-    key = ("moments", fitting.alike[rank])
-    if key not in fitting.menus:
-        alive, held = np.array([[(alive, held) for _, alive, held in s] for s in fitting.snapshots[rank]], float).T
-        whole = (held.sum(axis=0) == 0) & (fitting.layout.schedule not in ZERO_BUBBLE)
-        at = np.where(AFTER, (held > 0)[:, :, None], (alive > 0)[:, :, None] & (whole[:, None] | LOSS))
-        fitting.menus[key] = _Moments(alive, held, at, np.where(whole, -np.inf, 0.0))
-    found: _Moments = fitting.menus[key]
-    return found
+@lru_cache(maxsize=4096)
+def _moments(schedule: str, pp: int, vpp: int, microbatches: int, rank: int) -> _Moments:
+    snapshots = in_flight(schedule, pp, vpp, microbatches)[rank].snapshots
+    alive, held = np.array([[(alive, held) for _, alive, held in s] for s in snapshots], float).T
+    whole = (held.sum(axis=0) == 0) & (schedule not in ZERO_BUBBLE)
+    at = np.where(AFTER, (held > 0)[:, :, None], (alive > 0)[:, :, None] & (whole[:, None] | LOSS))
+    return _Moments(alive, held, at, np.where(whole, -np.inf, 0.0))
 
 
 def _combinations(rank: RankMixes) -> tuple[float, Floats, Ints]:
