@@ -23,7 +23,7 @@ Dispatch = Literal["per_expert", "per_rank", "per_node"]
 PRESETS = Path(__file__).parent / "data" / "executions"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Execution(TimeFacts):
     """Facts about a framework. Bytes are per element or per parameter; sources of a preset's values: ``source_of``."""
 

@@ -15,7 +15,7 @@ Flag = bool | str
 """A fact, or the name of the config's flag that decides it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Decoder:
     """What a family's config.json does not say, or says under a flag."""
 
