@@ -35,7 +35,7 @@ VAIN = 2
 """Cores of a family tried for a runner-up at most."""
 RECOMPUTED, SHARDED, UNFIT = 1 / 3, 1.4, 1.5
 """How much slower a row counts where all layers recompute; times where only sharded gradients or parameters fit, and where not even those."""
-ROWS, BLOCKS = 256, 6
+ROWS, BLOCKS = 128, 8
 """Rows whose columns' hopes are looked at together, how many times at most, and how many times slower a row counts that does not fit
 even where everything is sharded and recomputed."""
 

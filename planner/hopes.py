@@ -65,7 +65,10 @@ def _by_pipeline(costs: CoreCosts, splits: Splits) -> list[tuple[Pipeline, Split
     by: dict[Pipeline, dict[int, tuple[Batch, float]]] = {}
     for slot, at in zip(*np.unique(rows.slot[splits.row], return_index=True), strict=True):
         pp = int(rows.table[splits.row[at], 7])
-        for batch in {b.schedule: b for b in sorted(rows.slots[slot], key=lambda b: (-idle(b, pp, layers), -b.vpp))}.values():
+        best = {b.schedule: b for b in sorted(rows.slots[slot], key=lambda b: (-idle(b, pp, layers), -b.vpp))}
+        if len(best) > 1:
+            best.pop("gpipe", None)  # 1F1B takes as long and holds less
+        for batch in best.values():
             by.setdefault((batch.schedule, pp, batch.vpp), {})[int(slot)] = batch, bubble(batch, pp, layers)
     slots, out = rows.slot[splits.row], []
     for pipeline, batches in sorted(by.items()):

@@ -45,6 +45,8 @@ VAIN = 0.05
 prove."""
 PATIENCE = 40
 """Entries opened after the last better answer, once the gap cannot narrow."""
+IN_VAIN = 8
+"""Likeliest classes of pipelines tried in a row without a better answer."""
 STEPS, CROWD = 6, 60
 """Entries opened after a shape, where that many wait: a better answer then leaves fewer."""
 
@@ -63,7 +65,7 @@ class Search(Answers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._vain: set[Key] = set()
-        self._patience, self._share = PATIENCE, 0.0
+        self._patience, self._vainly, self._share = PATIENCE, 0, 0.0
 
     def _keep(self, answer: Answer | None, prefix: Prefix, batch: Batch, shard: Shard) -> None:
         before = self.fastest
@@ -159,14 +161,17 @@ class Search(Answers):
         return min(s * (1 + idle(Batch(0, schedule, vpp, m), pp, self.job.model.num_layers)) for m, s in least.items())
 
     def _try_likeliest(self, some: Sequence[tuple[float, Class]]) -> None:
-        """A quick answer of the class with the least bound, where that is well below the best answer: behind a better one more is cut."""
+        """A quick answer of the class with the least bound, where that is well below the best answer: behind a better one more is cut; none
+        after several in a row that were no better."""
         bound, one = min(some, key=lambda x: x[0], default=(float("inf"), None))
-        shards = self._members(one) if one is not None and self.step(bound) < (1 - QUICK) * self.fastest else []
-        if one is None or not shards:
+        if one is None or self._vainly >= IN_VAIN or self.step(bound) >= (1 - QUICK) * self.fastest:
             return
-        row, batch, shard = self.rows[one.row], self._batch(one), shards[0]
-        column, fitting = self.column(row.prefix, batch, shard)
-        self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
+        shards, before = self._members(one), self.fastest
+        if shards:
+            row, batch, shard = self.rows[one.row], self._batch(one), shards[0]
+            column, fitting = self.column(row.prefix, batch, shard)
+            self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
+            self._vainly = 0 if self.fastest < before else self._vainly + 1
 
     def _work(self, queue: Queue, effort: int, steps: int) -> bool:
         """Open up to ``steps`` entries, the least bound first, while one may beat the answer by more than the gap; whether one was."""
