@@ -168,19 +168,27 @@ class Answers:
                 schedules.add(hope.batch.schedule)
                 self._try(hope, columns, self.fastest)
 
-    def _hopeful(self, left: npt.NDArray[np.int64]) -> Iterator[Hope]:
-        """Columns of the rows ``left``, the most hopeful first as far as rows say which ones to look at, some of them at a time."""
+    @cached_property
+    def _row_hopes(self) -> npt.NDArray[np.float64]:
+        """About how long the best step of a row takes, as far as rows tell: its bound, the pipeline's idle time, what memory asks for."""
         _, plain, tight, sharded = self.rows.bytes
         limit = self.job.limit_bytes
         recomputed = np.clip((plain - limit) / np.maximum(plain - tight, 1.0), 0.0, 1.0)
-        hope = self.row_bounds * (1 + self.rows.idle()) * (1 + RECOMPUTED * recomputed)
-        hope *= np.where(tight > limit, SHARDED, 1.0) * np.where(sharded > limit, UNFIT, 1.0)
-        left, waiting = left[np.lexsort((left, hope[left]))], list[Hope]()
-        for place, start in enumerate(range(0, min(len(left), BLOCKS * ROWS), ROWS)):
+        slower = np.where(tight > limit, SHARDED, 1.0) * np.where(sharded > limit, UNFIT, 1.0)
+        hopes_: npt.NDArray[np.float64] = self.row_bounds * (1 + self.rows.idle()) * (1 + RECOMPUTED * recomputed) * slower
+        return hopes_
+
+    def _hopeful(self, left: npt.NDArray[np.int64]) -> Iterator[Hope]:
+        """Columns of the rows ``left``, the most hopeful first as far as rows say which ones to look at, some of them at a time."""
+        hope, most = self._row_hopes[left], min(len(left), BLOCKS * ROWS)
+        likely = np.argpartition(hope, most - 1)[:most] if most else left
+        likely = likely[np.lexsort((likely, hope[likely]))]
+        waiting: list[Hope] = []
+        for place, start in enumerate(range(0, most, ROWS)):
             if place == len(self._hopes):
-                self._hopes.append(hopes(self.core_costs, left[start : start + ROWS]))
+                self._hopes.append(hopes(self.core_costs, left[likely[start : start + ROWS]]))
             waiting = sorted([*waiting, *self._hopes[place]], key=lambda h: h.seconds)
-            rest = float(hope[left[start + ROWS]]) if start + ROWS < len(left) else float("inf")
+            rest = float(hope[likely[start + ROWS]]) if start + ROWS < most else float("inf")
             ready = sum(self.step(h.seconds) <= rest for h in waiting)
             yield from waiting[:ready]
             waiting = waiting[ready:]

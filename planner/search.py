@@ -43,7 +43,7 @@ LOADS = 64
 VAIN = 0.05
 """Share of the way from a column's bound to the answer that its loads must bring; else those of the same shape are not tried, unless to
 prove."""
-PATIENCE = 40
+PATIENCE = 24
 """Entries opened after the last better answer, once the gap cannot narrow."""
 IN_VAIN = 8
 """Likeliest classes of pipelines tried in a row without a better answer."""
