@@ -122,6 +122,8 @@ class LoadRows:
     costs: Costs
     low: Ints
     high: Ints
+    wider: int = 1
+    """How many times as many rows are kept, and of the likeliest grown to the end."""
     options: list[list[Option]] = field(init=False)
     sizes: list[Ints] = field(init=False)
     """By rank: option x chunk, its layers."""
@@ -167,7 +169,8 @@ class LoadRows:
         fixed, prices, layers = self._fixed(), [self._price(rank) for rank in range(len(self.options))], self.column.layers
         to_come = self._to_come(prices)
         rows, used, seconds = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), fixed[None, :]
-        most, beyond, bound = max(1, min(MOST, CELLS // max(1, len(fixed)))), float("inf"), np.zeros(1)
+        most = max(1, min(self.wider * MOST, CELLS // max(1, len(fixed))))
+        beyond, bound = float("inf"), np.zeros(1)
         for rank, price in enumerate(prices):
             kept = []
             for option, size in enumerate(self.sizes[rank].sum(axis=1).tolist()):
@@ -182,7 +185,8 @@ class LoadRows:
             seconds, bound = (np.concatenate([x[i] for x in kept]) for i in (2, 3))
             if len(at) > most:
                 order = np.argsort(bound, kind="stable")
-                beyond, most, first = min(beyond, float(bound[order[LIKELY]])), LIKELY, order[:LIKELY]
+                likely = min(most, self.wider * LIKELY)
+                beyond, most, first = min(beyond, float(bound[order[likely]])), likely, order[:likely]
                 at, choice, seconds, bound = at[first], choice[first], seconds[first], bound[first]
             used = used[at] + self.sizes[rank].sum(axis=1)[choice]
             rows = np.concatenate([rows[at], choice[:, None]], axis=1)

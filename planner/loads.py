@@ -42,6 +42,8 @@ REFINED = 100
 """Loads whose recompute is made exact at most, in search of one that is still of interest."""
 MANY, SOME = 200, 12
 """Options of a column beyond which only some loads are simulated."""
+WIDER = 2
+"""Times as many rows are kept, to prove."""
 PROGRAMS, STALLED, EXACT = 64, 3, 1e-4
 """Loads of a column whose recompute the program lays at most, after so many simulations in a row that say nothing new; to what gap."""
 
@@ -72,7 +74,8 @@ def best_loads(
         low, high = np.full_like(low, each), np.full_like(high, each)
     if not good[0]:
         return None, limit
-    choices = LoadRows(column, fitting, policies, shape, costs, low[0].astype(np.int64), high[0].astype(np.int64))
+    wider = WIDER if prove else 1
+    choices = LoadRows(column, fitting, policies, shape, costs, low[0].astype(np.int64), high[0].astype(np.int64), wider)
     rows, beyond, best = choices.few(top, gap)
     options, rows = _placed(column, fitting, choices, rows, top)
     if not len(rows):
