@@ -15,11 +15,12 @@ from cost_models.communication import stragglers
 from cost_models.job import Job
 from cost_models.memory import StageMemory, fits
 from planner.books import Found
-from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, prefix_counts, priced_as
+from planner.columns import Column, mode_text, modes_of, modes_within, prefix_counts, priced_as
 from planner.core_costs import CoreCosts
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick, quick_within
 from planner.hopes import Hope, hopes
+from planner.paths import PathStore
 from planner.program import Answer
 from planner.rows import Row, Rows, idle
 from planner.space import Batch, Prefix, Shard, Space

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planner.columns import Paths, Units
+from planner.columns import Units
+from planner.paths import Paths
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

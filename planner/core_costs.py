@@ -12,9 +12,10 @@ from cost_models.chunks import boundary_bytes
 from cost_models.communication import reach
 from cost_models.layout import SPLIT_BACKWARD, V_SHAPED
 from planner.bulk import Bulk, degrees_of
-from planner.flying import Flying, in_flight, ranks_of
+from planner.column_costs import Costs
+from planner.flying import Flying, in_flight
+from planner.paths import ranks_of
 from planner.rows import Rows
-from planner.shapes import Costs
 from planner.splits import Splits
 
 Floats = npt.NDArray[np.float64]

@@ -15,12 +15,14 @@ from cost_models.chunks import blocks_transfers
 from cost_models.layout import V_SHAPED, divisors
 from cost_models.pipeline import simulate
 from planner.bulk import Bulk
-from planner.columns import Column, PathStore
+from planner.column_costs import ROUNDING, Costs
+from planner.columns import Column
 from planner.core_costs import CoreCosts, Pipeline
 from planner.dealing import dealt
 from planner.heuristic import balanced
+from planner.paths import PathStore
 from planner.rows import Rows
-from planner.shapes import ROUNDING, Costs, Shape
+from planner.shapes import Shape
 from planner.splits import Splits
 
 Floats = npt.NDArray[np.float64]

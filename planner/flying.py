@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cost_models.layout import SPLIT_BACKWARD, V_SHAPED
 from cost_models.schedules import KINDS, order_rows, settled
+from planner.paths import ranks_of
 from planner.recompute_tables import Group
 
 Floats = npt.NDArray[np.float64]
@@ -47,13 +48,6 @@ class Flying:
         """(microbatches alive, waiting) of any chunk at any of the moments, by rank or column x rank."""
         groups = [group for moment in self.moments for group in moment]
         return np.max([g.alive for g in groups], axis=0), np.max([g.waiting for g in groups], axis=0)
-
-
-def ranks_of(schedule: str, pp: int, chunks: int) -> Ints:
-    """The rank of every chunk."""
-    chunk = np.arange(chunks)
-    out: Ints = np.where(chunk < pp, chunk, 2 * pp - 1 - chunk) if schedule in V_SHAPED else chunk % pp
-    return out
 
 
 def in_flight(schedule: str, pp: int, vpp: int, microbatches: int) -> Flying:

@@ -7,10 +7,11 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from planner.columns import Column, Mix, ranks_of_chunks
+from planner.columns import Column, Mix
 from planner.dealing import FREE, dealt
 from planner.fitting import Fitting, Policy
 from planner.least_recompute import least_recompute
+from planner.paths import ranks_of
 from planner.program import Answer
 
 LIGHTER = 1e-3
@@ -79,7 +80,7 @@ def splits(column: Column) -> list[tuple[int, ...]]:
     mean = float(u.f.mean() + u.b.min(axis=1).mean() + u.w.mean()) or 1.0
     first, last = sum(u.embedding) / mean, sum(u.least_head) / mean
     pp, vpp = column.layout.pp, column.layout.vpp
-    ranks = ranks_of_chunks(column.layout.schedule, pp, vpp)
+    ranks = ranks_of(column.layout.schedule, pp, chunks)
     out = []
     for a, b in ((first, last), (LIGHTER, LIGHTER)):
         if vpp == 1:

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_models.layout import V_SHAPED
+from planner.column_costs import Costs
 from planner.core_costs import CoreCosts, Pipeline
 from planner.flying import Flying
 from planner.rows import bubble, idle
-from planner.shapes import Costs
 from planner.space import Batch
 from planner.splits import Splits
 

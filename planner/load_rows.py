@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cost_models.chunks import ChunkSeconds, rank_update
 from cost_models.pipeline import Path
 from cost_models.states import Holding
+from planner.column_costs import Costs
 from planner.columns import Column, Mix
 from planner.dealing import ways
 from planner.fitting import Fitting, Policy
@@ -24,7 +25,7 @@ from planner.heuristic import spread
 from planner.least_recompute import least_recompute
 from planner.program import Answer
 from planner.recompute_tables import NEVER
-from planner.shapes import HIDDEN, Costs, Shape
+from planner.shapes import HIDDEN, Shape
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from cost_models.dependencies import graph
 from cost_models.pipeline import Path, makespans
+from planner.column_costs import Costs
 from planner.columns import Column, Mix
 from planner.fitting import Fitting, Policy
 from planner.heuristic import fullest_first
@@ -27,7 +28,7 @@ from planner.load_rows import LoadRows, Option, ends, simulated
 from planner.polish import polished
 from planner.program import Answer, Block, Pattern, Program
 from planner.recompute_tables import NEVER
-from planner.shapes import Costs, Shape
+from planner.shapes import Shape
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -32,7 +32,8 @@ from cost_models.passes import unit_seconds
 from cost_models.stage_states import ranks_chunks
 from cost_models.units import EMBEDDING, HEAD, Unit
 from planner.books import Books, Found, Outcome
-from planner.columns import Column, PathStore, mode_text, modes_of, modes_within, recompute_text
+from planner.columns import Column, mode_text, modes_of, modes_within, recompute_text
+from planner.paths import PathStore
 from planner.program import Answer
 from planner.rows import idle
 from planner.rules.core import Limits

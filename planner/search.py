@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from planner.answers import Answers
 from planner.books import Alike, Books, Outcome, Queue
+from planner.column_costs import Costs
 from planner.columns import placement, priced_as
 from planner.core_costs import Pipeline
 from planner.cores import Class, Cores, Key
@@ -28,7 +29,6 @@ from planner.heuristic import quick_within
 from planner.loads import PROGRAMS, best_loads
 from planner.program import Answer
 from planner.rows import idle
-from planner.shapes import Costs
 from planner.solve_column import PROVED, solve_column
 from planner.space import Batch, Prefix, Shard
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from cost_models.job import Job
 from cost_models.step import estimate
-from planner.columns import Column, Mix, PathStore, modes_of
+from planner.columns import Column, Mix, modes_of
 from planner.fitting import Fitting, Policy, policies
+from planner.paths import PathStore
 from planner.program import Answer, Block, Pattern, Program
 from planner.space import Space
 from tests.planner.jobs import decoder, job

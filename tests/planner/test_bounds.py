@@ -14,13 +14,13 @@ from cost_models.job import Job
 from cost_models.layout import V_SHAPED
 from cost_models.memory import stage_memory
 from cost_models.step import estimate
+from planner.column_costs import Costs
 from planner.columns import units
 from planner.cores import Cores, Key
 from planner.dealing import ways
 from planner.heuristic import quick
 from planner.loads import best_loads
 from planner.search import Search
-from planner.shapes import Costs
 from planner.space import Batch, Prefix, Shard, Space, read_wishes
 from planner.splits import Splits
 from tests.planner.jobs import decoder, job

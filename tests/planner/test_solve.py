@@ -15,9 +15,10 @@ from cost_models.job import Job
 from cost_models.layout import even_split
 from cost_models.memory import stage_memory
 from cost_models.step import estimate
-from planner.columns import Column, PathStore, modes_of, prefix_counts
+from planner.columns import Column, modes_of, prefix_counts
 from planner.fitting import Fitting
 from planner.legality import violations
+from planner.paths import PathStore
 from planner.plan import Plan
 from planner.search import Search
 from planner.solve import PlanRequest, solve

@@ -9,8 +9,9 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from planner.columns import Paths, Units, alike_spans, prefix_counts
+from planner.columns import Units, alike_spans, prefix_counts
 from planner.fitting import Policy
+from planner.paths import Paths
 from planner.solve_column import most_that_fits
 from planner.stages import best_split
 from tests.planner.jobs import decoder, job
