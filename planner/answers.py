@@ -18,7 +18,7 @@ from planner.books import Found
 from planner.columns import Column, mode_text, modes_of, modes_within, prefix_counts, priced_as
 from planner.core_costs import CoreCosts
 from planner.fitting import Fitting, policies
-from planner.heuristic import quick, quick_within
+from planner.heuristic import quick
 from planner.hopes import Hope, hopes
 from planner.paths import PathStore
 from planner.program import Answer
@@ -111,9 +111,9 @@ class Answers:
         longest = -(-self.job.model.num_layers // chunks) + 2
         return policies(self.space.limits.recompute, self.modes, longest)
 
-    def try_row(self, row: Row, most: int = 2, spare: int = 1, *, faster: bool = False) -> bool:
-        """Quick answers of a row's most promising columns: of ``most`` schedules that fit, ``spare`` that do not passed over; ``faster``: of
-        no use unless faster than the best one. Whether one fits, or need not be looked at."""
+    def try_row(self, row: Row, most: int = 2, spare: int = 1) -> bool:
+        """Quick answers of a row's most promising columns: of ``most`` schedules that fit, ``spare`` that do not passed over; whether one
+        fits."""
         layers, pp = self.job.model.num_layers, row.prefix.pp
         best = {b.schedule: b for b in sorted(row.batches, key=lambda b: (-idle(b, pp, layers), -b.vpp))}
         ranked = sorted(best.values(), key=lambda b: idle(b, pp, layers))
@@ -126,10 +126,9 @@ class Answers:
                 plain = False
                 for shard in shards:
                     column, fitting = self.column(row.prefix, batch, shard)
-                    limit = self.fastest if faster else float("inf")
-                    answer, may_be = quick_within(column, fitting, self.policies(batch, row.prefix), limit)
+                    answer = quick(column, fitting, self.policies(batch, row.prefix))
                     self._keep(answer, row.prefix, batch, shard)
-                    some = some or answer is not None or not may_be
+                    some = some or answer is not None
                     plain = plain or (answer is not None and not any(n for mix in answer.mixes for r in mix for n in r[1:]))
                 if plain:
                     break
@@ -205,7 +204,7 @@ class Answers:
         prefix, found = self.rows.prefixes[self.rows.at[hope.row]], False
         for shard in columns:
             column, fitting = self.column(prefix, hope.batch, shard)
-            answer = quick_within(column, fitting, self.policies(hope.batch, prefix), limit)[0]
+            answer = quick(column, fitting, self.policies(hope.batch, prefix), limit)
             self._keep(answer, prefix, hope.batch, shard)
             found = found or answer is not None
         return found

@@ -18,20 +18,13 @@ LIGHTER = 1e-3
 """Layers by which the first and the last rank count as fuller where nothing else decides: what does not divide is missing there first."""
 
 
-def quick(column: Column, fitting: Fitting, policies: Sequence[Policy]) -> Answer | None:
-    """The best of a few splits; None where none of them fits."""
-    return quick_within(column, fitting, policies, float("inf"))[0]
-
-
-def quick_within(column: Column, fitting: Fitting, policies: Sequence[Policy], limit: float) -> tuple[Answer | None, bool]:
-    """(the best of a few splits that may take less than ``limit`` seconds, None where none of them fits; whether some may)."""
+def quick(column: Column, fitting: Fitting, policies: Sequence[Policy], limit: float = float("inf")) -> Answer | None:
+    """The best of a few splits that may take less than ``limit`` seconds; None where none of them fits."""
     best: Answer | None = None
-    some = False
     for stages in splits(column):
         bar = min(limit, best.seconds if best else limit)
         if np.isfinite(bar) and any(least(column, fitting, stages) >= bar for least in (_longest_path, _plain)):
             continue
-        some = True
         for policy in policies:
             mixes = spread(column, fitting, stages, policy)
             if mixes is None:
@@ -40,7 +33,7 @@ def quick_within(column: Column, fitting: Fitting, policies: Sequence[Policy], l
             if best is None or seconds < best.seconds:
                 best = Answer(seconds, tuple(stages), tuple(mixes), column, 0.0)
             break
-    return best, some
+    return best
 
 
 def _longest_path(column: Column, fitting: Fitting, stages: Sequence[int]) -> float:

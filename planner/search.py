@@ -25,7 +25,7 @@ from planner.column_costs import Costs
 from planner.columns import placement, priced_as
 from planner.core_costs import Pipeline
 from planner.cores import Class, Cores, Key
-from planner.heuristic import quick_within
+from planner.heuristic import quick
 from planner.loads import PROGRAMS, best_loads
 from planner.program import Answer
 from planner.rows import idle
@@ -170,7 +170,7 @@ class Search(Answers):
         if shards:
             row, batch, shard = self.rows[one.row], self._batch(one), shards[0]
             column, fitting = self.column(row.prefix, batch, shard)
-            self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
+            self._keep(quick(column, fitting, self.policies(batch, row.prefix), self.fastest), row.prefix, batch, shard)
             self._vainly = 0 if self.fastest < before else self._vainly + 1
 
     def _work(self, queue: Queue, effort: int, steps: int) -> bool:
@@ -229,7 +229,7 @@ class Search(Answers):
         row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
         if exact is None or batch.vpp == 1 or self.best is None:  # those of several chunks come from their loads
             column, fitting = self.column(row.prefix, batch, shard)
-            self._keep(quick_within(column, fitting, self.policies(batch, row.prefix), self.fastest)[0], row.prefix, batch, shard)
+            self._keep(quick(column, fitting, self.policies(batch, row.prefix), self.fastest), row.prefix, batch, shard)
         yield bound, (one, alike, exact)
 
     def _tell(self, share: float) -> None:
