@@ -364,7 +364,7 @@ def show_certificate(out: Console, plan: Plan) -> None:
     verdict = (
         "proved: no legal layout of the declared space is faster under this cost model"
         if c.proved
-        else f"not proved: gap {100 * c.gap:.3g} %"
+        else f"not proved: gap {100 * c.gap:.3g} %{' (--prove goes on until it is closed)' if c.unexplored else ''}"
     )
     out.print(
         f"certificate  {c.columns_legal:,} legal columns = {c.cut_by_memory:,} cut by memory + {c.cut_by_bound:,} by bound + "
