@@ -30,8 +30,10 @@ LEAN = 12
 """Rows that need least memory, looked at for what a job needs that does not fit: bounds pass over what a micro batch costs."""
 CLOSE = 0.98
 """Share of the best answer's seconds above which what looks no faster is not tried first."""
-TRIES, ALIKE = 10, 4
-"""Cores that look fast answered before the rest is bounded, and of the same degrees, each with another schedule."""
+TRIES, WITHOUT, ALIKE = 10, 60, 4
+"""Cores that look fast answered before the rest is bounded; while none has an answer; and of the same degrees, each with another schedule."""
+MORE, NEAR = 12, 1.03
+"""Cores answered where the gap stays open, and times the best answer's seconds beyond which one is not."""
 VAIN = 2
 """Cores of a family tried for a runner-up at most."""
 RECOMPUTED, SHARDED, UNFIT = 1 / 3, 1.4, 1.5
@@ -60,6 +62,8 @@ class Answers:
         self.best: Found | None = None
         self._hopes: list[list[Hope]] = []
         """Of so many rows, those that look fastest first."""
+        self._tried: set[tuple[int, Batch, int]] = set()
+        """Cores, with a ZeRO stage, that were answered because they look fast."""
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -161,11 +165,22 @@ class Answers:
         effort is spent on what is no better."""
         tried: dict[tuple[int, ...], set[str]] = {}
         for hope in self._hopeful(left):
-            if self.step(hope.seconds) >= CLOSE * self.fastest or sum(map(len, tried.values())) >= TRIES:
+            most = TRIES if self.best else WITHOUT
+            if self.step(hope.seconds) >= CLOSE * self.fastest or sum(map(len, tried.values())) >= most:
                 return
             schedules = tried.setdefault(family(self.rows.prefixes[self.rows.at[hope.row]], None), set())
             if hope.batch.schedule not in schedules and len(schedules) < ALIKE and (columns := self._columns_of(hope)):
                 schedules.add(hope.batch.schedule)
+                self._try(hope, columns, self.fastest)
+
+    def _more_answers(self, left: npt.NDArray[np.int64]) -> None:
+        """Quick answers of further columns that look about as fast as the best one, where the search ended with its gap open."""
+        tried = 0
+        for hope in self._hopeful(left):
+            if self.step(hope.seconds) >= NEAR * self.fastest or tried == MORE or self.late():
+                return
+            if (hope.row, hope.batch, hope.zero) not in self._tried and (columns := self._columns_of(hope)):
+                tried += 1
                 self._try(hope, columns, self.fastest)
 
     @cached_property
@@ -202,6 +217,7 @@ class Answers:
     def _try(self, hope: Hope, columns: Sequence[Shard], limit: float) -> bool:
         """Quick answers within ``limit`` seconds; whether there is one."""
         prefix, found = self.rows.prefixes[self.rows.at[hope.row]], False
+        self._tried.add((hope.row, hope.batch, hope.zero))
         for shard in columns:
             column, fitting = self.column(prefix, hope.batch, shard)
             answer = quick(column, fitting, self.policies(hope.batch, prefix), limit)

@@ -9,8 +9,12 @@ import numpy.typing as npt
 
 from cost_models.layout import V_SHAPED
 from planner.column_costs import Costs
+from planner.columns import prefix_counts
 from planner.core_costs import CoreCosts, Pipeline
-from planner.flying import Flying
+from planner.dealing import dealt
+from planner.flying import Flying, Moment
+from planner.heuristic import balanced
+from planner.paths import ranks_of
 from planner.rows import bubble, idle
 from planner.space import Batch
 from planner.splits import Splits
@@ -84,16 +88,49 @@ def _seconds(costs: CoreCosts, pipeline: Pipeline, splits: Splits, share: Floats
     if schedule == "dualpipe":  # what its ranks have in flight is not known by arrays
         return np.where(splits.roomy(costs.rows), splits.work * (1 + share), np.inf)
     some, flying, layers = costs.costs(splits, pipeline), costs.flying(pipeline, splits.row), costs.main.layers
-    fits = np.ones(len(some), bool)
-    inner = slice(costs.main.first, pp - 1)  # ranks of layers of one kind alone
-    for moment in flying.moments:
-        alive, waiting = (np.mean([getattr(g, name) for g in moment], axis=0) for name in ("alive", "waiting"))
-        even = layers / pp * (some.state[:, None] + alive * some.kept.min(axis=1)[:, None] + waiting * some.waits[:, None])
-        fits &= (even <= some.room + some.lighter)[:, inner].all(axis=1)
+    if costs.main.kind is None:
+        fits, microbatch = _mixed(costs, pipeline, splits, some, flying)
+    else:
+        inner = slice(costs.main.first, pp - 1)  # ranks of layers of one kind alone
+        state, least, waits = some.state[:, None], some.kept.min(axis=1)[:, None], some.waits[:, None]
+        needs = np.array([layers / pp * _bytes(state, least, waits, moment) for moment in flying.moments])
+        fits = np.asarray((needs <= some.room)[:, :, inner].all(axis=(0, 2)))
+        microbatch = _fullest(some, pp, layers, costs.main.first, folded=schedule in V_SHAPED) + _again(some, flying, layers / pp)
     fits &= some.roomy(flying, vpp, layers, costs.main.first)
-    fullest = _fullest(some, pp, layers, costs.main.first, folded=schedule in V_SHAPED)
-    microbatch = fullest + _again(some, flying, layers / pp)
     return np.where(fits, costs.rows.table[splits.row, 9] * microbatch * (1 + share), np.inf)
+
+
+def _bytes(state: Floats, kept: Floats, waits: Floats, moment: Moment) -> Floats:
+    """Bytes at a full moment, a rank's chunks alike."""
+    alive, waiting = (np.mean([getattr(g, name) for g in moment], axis=0) for name in ("alive", "waiting"))
+    out: Floats = state + alive * kept + waiting * waits
+    return out
+
+
+def _mixed(
+    costs: CoreCosts, pipeline: Pipeline, splits: Splits, some: Costs, flying: Flying
+) -> tuple[npt.NDArray[np.bool_], Floats]:
+    """(whether every rank has room with the most recompute, seconds a microbatch of the fullest rank with what it needs) where kinds of layers
+    take turns: each rank has those that an even deal gives it."""
+    schedule, pp, vpp = pipeline
+    layers, chunks, k = costs.main.layers, pp * vpp, costs.rows.key[splits.row]
+    ranks, even = ranks_of(schedule, pp, chunks), balanced(layers, pp, 0.0, 0.0, vpp)
+    stops = np.cumsum([0, *(even if vpp == 1 else dealt(ranks, even, vpp))])
+    counts, prefix = np.zeros((pp, len(costs.main.totals))), prefix_counts(costs.job)
+    np.add.at(counts, ranks, prefix[stops[1:]] - prefix[stops[:-1]])
+    b, parts = splits.bulk.b, costs.rows.kept
+    least = b.min(axis=2)
+    seconds = (splits.bulk.f + least + splits.bulk.w) @ counts.T
+    seconds[:, 0] += some.embedding.sum(axis=1)
+    seconds[:, 0 if schedule in V_SHAPED else pp - 1] += some.head.sum(axis=1)
+    kept, again = np.einsum("nkm,rk->mnr", parts.kept[k], counts), np.einsum("nkm,rk->mnr", b - least[:, :, None], counts)
+    state, waits, extra, fits = splits.state @ counts.T, parts.waits[k] @ counts.T, np.zeros_like(seconds), np.ones(len(some), bool)
+    for moment in flying.moments:
+        need = np.array([_bytes(state, mode, waits, moment) for mode in kept])
+        fits &= (need.min(axis=0) <= some.room)[:, : max(1, pp - 1)].all(axis=1)
+        part = np.maximum(0.0, need.max(axis=0) - some.room) / np.maximum(need.max(axis=0) - need, 1e-30)
+        extra = np.maximum(extra, np.where(part <= 1, part * again, again.max(axis=0)).min(axis=0))
+    return fits, (seconds + extra).max(axis=1)
 
 
 def _fullest(c: Costs, pp: int, layers: int, first: int, *, folded: bool) -> Floats:

@@ -89,6 +89,8 @@ class Search(Answers):
         self._best_first(left)
         if self.best is None and self.books.unexplored:
             self._any_answer()
+        if self.books.unexplored:
+            self._more_answers(left)
         self._families(left, self.extra)
         books = self.books
         books.by_bound = books.legal - books.by_memory - books.by_dominance - books.solved - books.unexplored
