@@ -16,7 +16,7 @@ from cost_models.job import Job
 from cost_models.memory import StageMemory, fits
 from planner.books import Found
 from planner.columns import Column, mode_text, modes_of, modes_within, prefix_counts, priced_as
-from planner.core_costs import CoreCosts
+from planner.core_costs import CoreCosts, Pipeline
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
 from planner.hopes import Hope, hopes
@@ -30,9 +30,9 @@ LEAN = 12
 """Rows that need least memory, looked at for what a job needs that does not fit: bounds pass over what a micro batch costs."""
 CLOSE = 0.98
 """Share of the best answer's seconds above which what looks no faster is not tried first."""
-TRIES, WITHOUT, ALIKE = 10, 60, 4
-"""Cores that look fast answered before the rest is bounded; while none has an answer; and of the same degrees, each with another schedule."""
-MORE, NEAR = 12, 1.03
+TRIES, WITHOUT, EACH, ALIKE = 10, 60, 3, 4
+"""Cores that look fast answered before the rest is bounded; while none has an answer; of each pipeline; and of the same degrees."""
+MORE, NEAR = 48, 1.1
 """Cores answered where the gap stays open, and times the best answer's seconds beyond which one is not."""
 VAIN = 2
 """Cores of a family tried for a runner-up at most."""
@@ -162,26 +162,36 @@ class Answers:
 
     def _first_answers(self, left: npt.NDArray[np.int64]) -> None:
         """Quick answers of columns that look fast, until one fits and the next look little faster: behind a poor answer nothing is cut, and
-        effort is spent on what is no better."""
-        tried: dict[tuple[int, ...], set[str]] = {}
+        effort is spent on what is no better. A few of each pipeline, and of the same degrees each with another schedule, since one that
+        promises too much is like another."""
+        tried, degrees_of, of = 0, dict[tuple[Any, ...], set[str]](), dict[Pipeline, int]()
         for hope in self._hopeful(left):
             most = TRIES if self.best else WITHOUT
-            if self.step(hope.seconds) >= CLOSE * self.fastest or sum(map(len, tried.values())) >= most:
+            if self.step(hope.seconds) >= CLOSE * self.fastest or tried == most or self.late():
                 return
-            schedules = tried.setdefault(family(self.rows.prefixes[self.rows.at[hope.row]], None), set())
-            if hope.batch.schedule not in schedules and len(schedules) < ALIKE and (columns := self._columns_of(hope)):
+            prefix, pipeline = self.rows.prefixes[self.rows.at[hope.row]], self._pipeline_of(hope)
+            schedules = degrees_of.setdefault((prefix.cp_kind, *family(prefix, None)), set())
+            if of.get(pipeline, 0) == EACH or hope.batch.schedule in schedules or len(schedules) == ALIKE:
+                continue
+            if columns := self._columns_of(hope):
                 schedules.add(hope.batch.schedule)
+                of[pipeline], tried = of.get(pipeline, 0) + 1, tried + 1
                 self._try(hope, columns, self.fastest)
 
     def _more_answers(self, left: npt.NDArray[np.int64]) -> None:
         """Quick answers of further columns that look about as fast as the best one, where the search ended with its gap open."""
-        tried = 0
+        tried, of = 0, dict[Pipeline, int]()
         for hope in self._hopeful(left):
             if self.step(hope.seconds) >= NEAR * self.fastest or tried == MORE or self.late():
                 return
-            if (hope.row, hope.batch, hope.zero) not in self._tried and (columns := self._columns_of(hope)):
-                tried += 1
+            pipeline = self._pipeline_of(hope)
+            new = (hope.row, hope.batch, hope.zero) not in self._tried and of.get(pipeline, 0) < 4 * EACH
+            if new and (columns := self._columns_of(hope)):
+                of[pipeline], tried = of.get(pipeline, 0) + 1, tried + 1
                 self._try(hope, columns, self.fastest)
+
+    def _pipeline_of(self, hope: Hope) -> Pipeline:
+        return hope.batch.schedule, int(self.rows.table[hope.row, 7]), hope.batch.vpp
 
     @cached_property
     def _row_hopes(self) -> npt.NDArray[np.float64]:

@@ -43,8 +43,10 @@ LOADS = 64
 VAIN = 0.05
 """Share of the way from a column's bound to the answer that its loads must bring; else those of the same shape are not tried, unless to
 prove."""
-PATIENCE = 24
-"""Entries opened after the last better answer, once the gap cannot narrow."""
+WIDE = 1_000_000
+"""Columns of a space beyond which no effort goes into narrowing a gap that stays open."""
+PATIENCE, HASTE = 40, 24
+"""Entries opened after the last better answer, once the gap cannot narrow; in a wide space, once it cannot close."""
 IN_VAIN = 8
 """Likeliest classes of pipelines tried in a row without a better answer."""
 STEPS, CROWD = 6, 60
@@ -126,7 +128,7 @@ class Search(Answers):
             rows = rows[self.row_bounds[rows] < self.fastest]
             if not len(rows):
                 continue
-            if self._enough(queue):
+            if self._enough(float(self.row_bounds[rows].min()), queue):
                 self._pass_over(pipeline, rows)
                 continue
             self._tell(0.5 * place / len(waiting))
@@ -150,7 +152,7 @@ class Search(Answers):
         """The pipelines whose columns look fastest first, those without a hopeful one by their rows' work after them."""
         best: dict[Pipeline, float] = {}
         for hope in (hope for some in self._hopes for hope in some):
-            pipeline = hope.batch.schedule, int(self.rows.table[hope.row, 7]), hope.batch.vpp
+            pipeline = self._pipeline_of(hope)
             best[pipeline] = min(hope.seconds, best.get(pipeline, hope.seconds))
         return sorted(pipelines, key=lambda p: (p not in best, best.get(p) or self._hope_of(p), p))
 
@@ -180,7 +182,7 @@ class Search(Answers):
         for done in range(steps):
             if not queue.heap or queue.opened >= effort or queue.heap[0][0] >= self.fastest * (1 - queue.gap):
                 return done > 0
-            if self._enough(queue):
+            if self._enough(queue.heap[0][0], queue):
                 return done > 0
             bound, level, item = queue.pop()
             self._patience -= 1
@@ -245,10 +247,12 @@ class Search(Answers):
         """Whether effort goes on until the gap is closed."""
         return self.prove or self.books.legal <= TINY
 
-    def _enough(self, queue: Queue) -> bool:
-        """Whether to stop: the time allowed is over; or a column that was solved holds the gap open, and no answer got better for long."""
-        open_ = self.books.weakest < self.fastest * (1 - queue.gap)
-        return self.late() or (not self.whole and open_ and self._patience <= 0)
+    def _enough(self, least: float, queue: Queue) -> bool:
+        """Whether to stop before what is bounded by ``least``: the time allowed is over; or a column that was solved holds the gap open,
+        nothing left can narrow it, and no answer got better for long; in a wide space whether or not something can."""
+        wide = self.books.legal > WIDE
+        over = self.books.weakest < self.fastest * (1 - queue.gap) if wide else least >= self.books.weakest
+        return self.late() or (not self.whole and over and self._patience <= (PATIENCE - HASTE if wide else 0))
 
     def _solve_one(self, bound: float, one: Class, alike: Alike, exact: Costs | None, gap: float, close: bool) -> float | None:
         """Solve a column. To prove, one that may still be faster is left to be closed when nothing has a lesser bound: its bound then."""
