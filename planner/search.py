@@ -45,7 +45,7 @@ VAIN = 0.05
 prove."""
 WIDE = 1_000_000
 """Columns of a space beyond which no effort goes into narrowing a gap that stays open."""
-PATIENCE, HASTE = 40, 24
+PATIENCE, HASTE = 40, 14
 """Entries opened after the last better answer, once the gap cannot narrow; in a wide space, once it cannot close."""
 IN_VAIN = 8
 """Likeliest classes of pipelines tried in a row without a better answer."""
