@@ -31,16 +31,16 @@ LEAN = 12
 CLOSE = 0.98
 """Share of the best answer's seconds above which what looks no faster is not tried first."""
 TRIES, WITHOUT, EACH, ALIKE = 10, 60, 3, 4
-"""Cores that look fast answered before the rest is bounded; while none has an answer; of each pipeline; and of the same degrees."""
+"""Cores that look fast answered at most before the rest is bounded: in all, or while none fits; of each pipeline; of the same degrees."""
 MORE, NEAR = 48, 1.1
 """Cores answered where the gap stays open, and times the best answer's seconds beyond which one is not."""
 VAIN = 2
 """Cores of a family tried for a runner-up at most."""
 RECOMPUTED, SHARDED, UNFIT = 1 / 3, 1.4, 1.5
-"""How much slower a row counts where all layers recompute; times where only sharded gradients or parameters fit, and where not even those."""
+"""The share by which a row counts as slower where all layers recompute; how many times, where only sharded gradients or parameters fit, and
+where not even those do."""
 ROWS, BLOCKS = 128, 8
-"""Rows whose columns' hopes are looked at together, how many times at most, and how many times slower a row counts that does not fit
-even where everything is sharded and recomputed."""
+"""Rows whose columns' hopes are looked at together, and how many times at most."""
 
 
 @dataclass

@@ -60,8 +60,7 @@ class Costs:
         """Whether the ranks of a column have room for all layers in the mode that keeps least, a rank's chunks as even as they can be;
         ``first``: layers of another kind before all others, of which a rank holds one less than the rank before it, or any number where the
         ranks are fewer."""
-        kept, good, pp = self.kept.min(axis=1)[:, None], np.ones(len(self), bool), self.room.shape[1]
-        ahead = np.maximum(0.0, first - np.arange(pp)) if first <= pp else np.full(pp, float(first))
+        kept, good, ahead = self.kept.min(axis=1)[:, None], np.ones(len(self), bool), self._most_ahead(first)
         state, keeps, waits = (self.ahead_bytes[:, i, None] for i in range(3))
         for moment in flying.moments:
             each = np.stack([self.state[:, None] + g.alive * kept + g.waiting * self.waits[:, None] for g in moment])
@@ -77,11 +76,15 @@ class Costs:
             good &= (most >= vpp).all(axis=1) & (np.minimum(most, layers).sum(axis=1) >= layers)
         return good
 
+    def _most_ahead(self, first: int) -> Floats:
+        """By rank, how many of the ``first`` leading layers it may hold."""
+        pp = self.room.shape[1]
+        return np.maximum(0.0, first - np.arange(pp)) if first <= pp else np.full(pp, float(first))
+
     def prices(self, flying: Flying, first: int) -> Iterator[tuple[Floats, Floats, Floats]]:
         """Column x rank at each full moment: (bytes of a layer that recomputes nothing, bytes that there are for all of them, least seconds of
         recompute a byte that they exceed these by); ``first``: leading layers of another kind, which may weigh nothing."""
-        top, pp = self.kept.max(axis=1)[:, None], self.room.shape[1]
-        ahead = np.maximum(0.0, first - np.arange(pp)) if first <= pp else np.full(pp, float(first))
+        top, ahead = self.kept.max(axis=1)[:, None], self._most_ahead(first)
         saved = top - self.kept
         with np.errstate(divide="ignore", invalid="ignore"):
             price = np.where(saved > 0, self.again / saved, np.inf).min(axis=1)[:, None]

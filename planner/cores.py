@@ -105,9 +105,8 @@ class Cores(CoreCosts):
         share, down, up = layer[at] / each / vpp, np.arange(pp)[::-1], np.arange(pp)
         time = (seconds + less[:, None] + m * (spare - ends)) / each[:, None]
         good = _together(time + up * share[:, None] * (vpp - 1), np.repeat(m, pp, axis=1), share, down) >= enough
-        if (
-            schedule == "zb-h1"
-        ):  # a rank's backwards begin when the first has come back, before it the forwards that it may be ahead
+        if schedule == "zb-h1":
+            # a rank's backwards begin when the first has come back; before that it does the forwards that it may be ahead
             f, b = c.f[at] / each, c.b[at] / each
             own = m - np.minimum(down + 1, m) * f[:, None]
             good &= _together(time - (self.main.layers * f)[:, None], own, b, up) >= enough

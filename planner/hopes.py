@@ -152,14 +152,15 @@ def _fullest(c: Costs, pp: int, layers: int, first: int, *, folded: bool) -> Flo
 def _again(c: Costs, flying: Flying, layers: float) -> Floats:
     """By column: about how many seconds of recompute a microbatch needs on the rank that needs most, each with as many layers, by the mode
     that asks for least."""
-    top, longest = c.kept.max(axis=1)[:, None], np.zeros(len(c))
+    state, top, waits, longest = c.state[:, None], c.kept.max(axis=1)[:, None], c.waits[:, None], np.zeros(len(c))
     whole = np.take_along_axis(c.again, c.kept.argmin(axis=1)[:, None], axis=1)
     for moment in flying.moments:
-        alive, waiting = (np.mean([getattr(g, name) for g in moment], axis=0) for name in ("alive", "waiting"))
-        over = layers * (c.state[:, None] + alive * top + waiting * c.waits[:, None]) - c.room
+        plain = _bytes(state, top, waits, moment)
+        over = layers * plain - c.room
         best = np.repeat(layers * whole, over.shape[1], axis=1)
         for mode in range(c.kept.shape[1]):
-            number = np.maximum(over, 0.0) / np.maximum(alive * (top - c.kept[:, mode, None]), 1e-30)
+            saved = plain - _bytes(state, c.kept[:, mode, None], waits, moment)
+            number = np.maximum(over, 0.0) / np.maximum(saved, 1e-30)
             best = np.where(number <= layers, np.minimum(best, number * c.again[:, mode, None]), best)
         longest = np.maximum(longest, np.where(over > 0, best, 0.0).max(axis=1))
     return longest

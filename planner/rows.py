@@ -189,10 +189,9 @@ class Rows(Sequence[Row]):
 
     def _states(self, at: Ints, choose: Callable[[list[int]], int]) -> Floats:
         """Bytes of all states of a replica on one rank, by row, under a ZeRO stage that goes with its pipeline."""
-        limits = self.space.limits
         out = np.zeros(len(self))
         for pipeline in (False, True):
-            zero = choose([z for z in limits.zero if not pipeline or z <= limits.max_zero_with_pp] or [0])
+            zero = choose(self.space.zero_stages(pipeline))
             for held, once in ((self.held, False), (self.held_once, True)):
                 rows = ((self.table[:, 7] > 1) == pipeline) & ((self.table[:, 9] == 1) == once)
                 each = held.state[zero] @ self.totals + held.embedding[zero] + held.head[zero]
