@@ -7,6 +7,7 @@ the split of data parallelism or on the rank order (gathered buffers, communicat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import numpy.typing as npt
 
 from cost_models.job import Job
 from cost_models.layout import RecomputeRule
+from cost_models.model_end import prediction_module
 from cost_models.overheads import communicators, gathered_layers, message_buffers
 from cost_models.stage_states import unit_holding
 from cost_models.state_bytes import shards, states
-from cost_models.unit_memory import unit_memory
+from cost_models.unit_memory import Run, unit_memory
 from planner.bulk import KINDS, Ints, degrees_of, dispatchers_of, grids
 from planner.rules.core import Limits
 
@@ -27,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class Kept:
     """Bytes of one microbatch by key: ``kept`` key x kind x mode from a layer's forward to its backward; ``beyond``: key x kind, most that
-    a layer's backward needs beside what is kept; ``tail``: kept by the head; ``loss``: what the loss needs beside
+    a layer's backward needs beside what is kept; ``tail``: kept by the head and prediction modules; ``loss``: what the loss needs beside
     it; ``waits`` key x kind between a layer's input-gradient and weight-gradient pass, of which a chunk of layers holds ``above`` less at most
     (``activations.assemble``); ``message``: buffers of a pipeline's sends and receives."""
 
@@ -81,10 +83,16 @@ def kept_of(job: Job, keys: Ints, modes: tuple[RecomputeRule, ...], *, offload: 
                     out.beyond[at, k] = np.minimum(out.beyond[at, k], spread(unit.transient))
             degrees = grid.dense(job, name)
             head = unit_memory(job, degrees, "head")
-            out.tail[at] = 0.0 if offload else spread(head.kept)
+            out.tail[at] = 0.0 if offload else spread(head.kept + _prediction(job, degrees, modes))
             out.loss[at] = spread(head.transient)
             out.message[at] = spread(message_buffers(job, degrees))
     return out
+
+
+def _prediction(job: Job, degrees: Any, modes: tuple[RecomputeRule, ...]) -> Any:
+    """Bytes that prediction modules keep at least: their layer follows the rule of the model's last."""
+    last = [Run(job.model.pattern[-1], mode, 1) for mode in modes]
+    return job.model.mtp and job.model.mtp * reduce(np.minimum, [prediction_module(job, degrees, run)[0] for run in last])
 
 
 def degrees_of_prefixes(job: Job, prefixes: Ints, shard: Ints, zero: int, *, offload: bool = False) -> Any:
@@ -104,23 +112,28 @@ def degrees_of_prefixes(job: Job, prefixes: Ints, shard: Ints, zero: int, *, off
 
 def states_of(
     job: Job, prefixes: Ints, shard: Ints, zero: int, *, offload: bool, once: bool = False
-) -> tuple[Floats, Floats, Floats]:
-    """Bytes of states by prefix under a ZeRO stage over ``shard`` ways: (of a layer by kind, of the embedding, of the head). ``once``: a
-    step's only microbatch, during whose backward reduced gradients do not exist yet."""
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Bytes of states by prefix under a ZeRO stage over ``shard`` ways: (of a layer by kind, of the embedding, of the head with prediction
+    modules, of what the last rank has a copy of where the embedding is on another one). ``once``: a step's only microbatch, during whose
+    backward gradients that are reduced layer by layer do not exist yet."""
     model, number = job.model, len(prefixes)
     degrees = degrees_of_prefixes(job, prefixes, shard, zero, offload=offload)
+    later = once and zero == 3 and job.execution.reduces_by_unit
 
     def total(unit: int | str) -> Floats:
         holding, trained = unit_holding(job, degrees, unit)
         held = states(job, degrees, holding, replace(trained, largest=0))  # a stage holds the largest matrix once, not one a layer
-        bytes_: Floats = np.zeros(number) + (held.total - held.gradients if once and zero == 3 else held.total)
+        bytes_: Floats = np.zeros(number) + (held.total - held.gradients if later else held.total)
         return bytes_
 
     layers = np.stack([total(k) for k in range(len(model.kinds))], axis=1)
-    head = total("head")
+    head, twice = total("tied head" if model.tied else "head"), np.zeros(number)
     if model.tied:
-        head = np.where(prefixes[:, 6] == 1, total("tied head"), head)
-    return layers, total("embedding"), head
+        twice = total("head") - head
+    if model.mtp:
+        head = head + model.mtp * total("mtp")
+        twice = twice if model.tied else total("tokens")
+    return layers, total("embedding"), head, twice
 
 
 def gathered_of(job: Job, prefixes: Ints, shard: Ints, zero: int) -> Floats:
@@ -141,7 +154,7 @@ def held_of(job: Job, limits: Limits, prefixes: Ints, *, offload: bool, once: bo
     host memory; ``once``: as in ``states_of``."""
     state, first, last = {}, {}, {}
     for zero in sorted(set(limits.zero) | {0}):
-        state[zero], first[zero], last[zero] = states_of(job, prefixes, prefixes[:, 7], zero, offload=offload, once=once)
+        state[zero], first[zero], last[zero], _ = states_of(job, prefixes, prefixes[:, 7], zero, offload=offload, once=once)
     degrees = degrees_of_prefixes(job, prefixes, prefixes[:, 7], 0)
     if "allgather" in limits.dispatchers:
         degrees.dispatcher = "allgather"

@@ -117,6 +117,8 @@ class CoreCosts:
         room = np.repeat((whole - (parts.message[k] if pp > 1 else 0.0))[:, None], pp, axis=1)
         room[:, 0] -= splits.embedding
         room[:, last] -= splits.head + parts.tail[k] * np.maximum(0.0, flying.tail[..., last] - split)
+        if last:
+            room[:, last] -= splits.twice
         spare = np.zeros((len(k), pp))
         spare[:, last] = parts.tail[k]
         if split:

@@ -227,7 +227,7 @@ class Cores(CoreCosts):
             for (schedule, stages, _), some in self.by.items():
                 mask[some] |= stages == pp and schedule != "dualpipe"
             every = Splits.every(self.rows, np.flatnonzero(mask & (self.rows.work < seconds)))
-            self._every[pp] = seconds, every.take((every.work < seconds) & every.roomy(self.rows))
+            self._every[pp] = seconds, every.take(every.work < seconds)
         every = self._every[pp][1]
         mine = np.zeros(len(self.rows), bool)
         mine[rows] = True

@@ -184,7 +184,8 @@ class Fitting:
         """Bytes of states of the embedding and of the head; lower bounds where not everything is trained."""
         job, layout, model = self.job, self.layout, self.job.model
         trained = Holding() if job.frozen or job.lora_rank or job.optimizer == "muon" else None
-        one, other = embedding_weights(model), head_weights(model, shares_embedding=model.tied and layout.pp == 1)
+        together = layout.rank_of_chunk(layout.chunks - 1) == layout.rank_of_chunk(0)
+        one, other = embedding_weights(model), head_weights(model, shares_embedding=model.tied and together)
         ends = [states(job, layout, hold(w, layout, job.execution), trained).total for w in (one, other)]
         return float(ends[0]), float(ends[1])
 

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cost_models.activations import chunk_memory
 from cost_models.job import Job
 from cost_models.layout import V_SHAPED
-from cost_models.memory import stage_memory
+from cost_models.memory import fixed_part, stage_memory
 from cost_models.step import estimate
+from planner.bulk_bytes import states_of
 from planner.column_costs import Costs
-from planner.columns import units
+from planner.columns import prefix_counts, units
 from planner.cores import Cores, Key
 from planner.dealing import ways
 from planner.heuristic import quick
@@ -32,6 +34,7 @@ JOBS: dict[str, tuple[Any, ...]] = {
     "dense": ("llama-3-8b", "h100-sxm:2x8", 4096, 64, "axisplan"),
     "dense in megatron": ("llama-3-8b", "h100-sxm:2x8", 4096, 64, "megatron"),
     "dense in torchtitan": ("llama-3-8b", "h100-sxm:1x8", 8192, 64, "torchtitan"),
+    "a tied embedding": ("llama-3.2-1b", "h100-sxm:1x8", 8192, 64, "axisplan"),
     "experts": ("qwen3-30b-a3b", "h100-sxm:2x8", 4096, 64, "axisplan"),
     "dense layers first": ("deepseek-v3", "h800-sxm:8x8", 4096, 256, "axisplan"),
     "dense layers first in megatron": ("deepseek-v3", "h800-sxm:8x8", 4096, 256, "megatron"),
@@ -79,6 +82,55 @@ def test_prediction_modules_take_no_less_than_their_bound_under_any_dispatcher()
         quickest.add(least)
         assert search.rows.bulk.take(search.rows.key[[i]]).head.sum() <= ways[least] * (1 + 1e-9)
     assert len(quickest) > 1
+
+
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("1f1b", 3), ("zb-v", 1)])
+@pytest.mark.parametrize("name", ["dense", "a tied embedding", "dense layers first"])
+def test_what_the_models_ends_hold_is_what_their_ranks_hold_beside_layers(name: str, schedule: str, zero: int) -> None:
+    j = replace(made(name), memory_limit_bytes=1e15)
+    search, cores = cores_of(j)
+    row = next(i for i, r in enumerate(search.rows) if r.prefix.pp == 2 and r.prefix.dp > 1 and r.microbatches > 8)
+    prefix, batches = search.rows[row].prefix, search.rows[row].batches
+    batch = next(b for b in batches if b.schedule == schedule)
+    shard = next(s for s in search.space.columns_of(prefix, batch) if s.zero == zero and s.dp_shard == prefix.dp)
+    stages = (5,) * (2 * batch.vpp - 1)
+    stages = (*stages, j.model.num_layers - sum(stages))
+    layout = search.space.layout(prefix, batch, shard, stages)
+    held = [fixed_part(j, layout, rank).states.total for rank in range(2)]
+    split = Splits.of(search.rows, np.array([row]), zero, np.array([prefix.dp]))
+    layers, totals = np.zeros((2, len(cores.main.totals))), prefix_counts(j)
+    for chunk, size in enumerate(stages):
+        start = sum(stages[:chunk])
+        layers[layout.rank_of_chunk(chunk)] += totals[start + size] - totals[start]
+    ends = np.array([held[rank] - layers[rank] @ split.state[0] for rank in range(2)])
+    expected = (
+        [split.embedding[0] + split.head[0], 0.0] if schedule == "zb-v" else [split.embedding[0], split.head[0] + split.twice[0]]
+    )
+    assert ends == pytest.approx(expected, rel=1e-9, abs=1e-6 * held[0])
+
+
+@pytest.mark.parametrize("name", ["dense", "a tied embedding", "dense layers first", "dense layers first in megatron"])
+def test_the_end_of_a_model_that_recomputes_all_keeps_what_its_bound_says(name: str) -> None:
+    j = made(name)
+    search = cores_of(j)[0]
+    row = next(i for i, r in enumerate(search.rows) if r.prefix.pp == 2 and r.microbatches > 8)
+    prefix = search.rows[row].prefix
+    batch = next(b for b in search.rows[row].batches if b.schedule == "1f1b")
+    kept, key, pattern = search.rows.kept, search.rows.key[row], j.model.pattern
+    found = []
+    for dispatcher in search.space.limits.dispatchers:  # the bound is the one of the dispatcher that needs least
+        layout = search.space.layout(prefix, batch, Shard(1, prefix.dp, 1, "tp-cp-dp-pp", dispatcher), recompute="full")
+        found.append(chunk_memory(j, layout, 1).kept)
+    layers = sum(kept.kept[key, pattern[i], -1] for i in layout.layers_of_chunk(1, len(pattern)))
+    assert min(found) == pytest.approx(layers + kept.tail[key], rel=1e-9)
+
+
+def test_a_single_microbatchs_gradients_are_missed_only_where_layers_reduce_theirs_one_by_one() -> None:
+    for name in ("dense", "dense in megatron"):
+        j, prefix = made(name), np.array([[1, 1, 1, 1, 1, 0, 1, 16]])
+        steady, once = (states_of(j, prefix, np.array([16]), 3, offload=False, once=once)[0] for once in (False, True))
+        assert (once < steady).all() == j.execution.reduces_by_unit
+        assert j.execution.reduces_by_unit or (once == steady).all()
 
 
 def uneven(rng: random.Random, layers: int, schedule: str, pp: int, vpp: int) -> tuple[int, ...] | None:
