@@ -202,6 +202,14 @@ def _rows(kind: str, which: Rows) -> Rows:
 
 def _virtual(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Rows, Rows]:
     """(microbatch, chunk) of the k-th forward and of the k-th backward of a rank with ``vpp`` chunks, group by group."""
+    forwards, backwards = _first_ranks(pp, vpp, microbatches)
+    here = np.array([0, rank])
+    return forwards + here, backwards + here
+
+
+@lru_cache(maxsize=16)
+def _first_ranks(pp: int, vpp: int, microbatches: int) -> tuple[Rows, Rows]:
+    """``_virtual`` of rank 0."""
     size = group_size(pp, microbatches) if vpp > 1 else microbatches
     order = np.arange(microbatches)
     group = order // size
@@ -209,7 +217,7 @@ def _virtual(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Rows, Row
     by_group = np.repeat(group, vpp)
     forwards = forward[np.lexsort((forward[:, 0], forward[:, 1], by_group))]
     backwards = forward[np.lexsort((forward[:, 0], -forward[:, 1], by_group))]
-    return forwards * [1, pp] + [0, rank], backwards * [1, pp] + [0, rank]
+    return forwards * [1, pp], backwards * [1, pp]
 
 
 def _gpipe(rank: int, pp: int, vpp: int, microbatches: int) -> Rows:

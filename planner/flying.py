@@ -67,7 +67,7 @@ def _in_flight(schedule: str, pp: int, vpp: int, microbatches: int) -> Flying:
         mine = rows[:, 2][:, None] == held[None, :]
         starts, waits, done = kind == forward, kind == split, kind == weight
         alive = np.cumsum(mine * (starts.astype(int) - ~(starts | done))[:, None], axis=0)
-        waiting = np.cumsum(mine * (waits.astype(int) - done)[:, None], axis=0)
+        waiting = np.cumsum(mine * (waits.astype(int) - done)[:, None], axis=0) if len(weights) > 1 else np.zeros_like(alive)
         last = held == chunks - 1
         least = np.inf
         for moment, heavier in zip(moments, weights, strict=True):

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from cost_models.arrays import distinct
 from cost_models.dependencies import graph
 from cost_models.pipeline import Path, makespans
 from planner.column_costs import Costs
@@ -125,11 +126,9 @@ def _placed(column: Column, fitting: Fitting, choices: LoadRows, rows: Ints, top
     out, options = np.zeros_like(rows), []
     for rank in range(pp):
         held = list(fitting.held(rank))
-        _, first, inverse = np.unique(
-            counts[:, held].reshape(len(rows), len(held) * counts.shape[2]), axis=0, return_index=True, return_inverse=True
-        )
+        first, place = distinct(counts[:, held].reshape(len(rows), len(held) * counts.shape[2]))
         options.append([Option(tuple((int(stops[i, c] - sizes[i, c]), int(stops[i, c])) for c in held)) for i in first])
-        out[:, rank] = inverse.reshape(-1)
+        out[:, rank] = place
     return options, out
 
 
