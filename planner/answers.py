@@ -34,6 +34,8 @@ TRIES, WITHOUT, EACH, ALIKE = 10, 60, 3, 4
 """Cores that look fast answered at most before the rest is bounded: in all, or while none fits; of each pipeline; of the same degrees."""
 MORE, NEAR = 48, 1.1
 """Cores answered where the gap stays open, and times the best answer's seconds beyond which one is not."""
+FAR, NEIGHBOURS = 2, 24
+"""Factors of two by which columns near the best one may differ from it in all; how many of them are answered each time."""
 VAIN = 2
 """Cores of a family tried for a runner-up at most."""
 RECOMPUTED, SHARDED, UNFIT = 1 / 3, 1.4, 1.5
@@ -189,6 +191,28 @@ class Answers:
             if new and (columns := self._columns_of(hope)):
                 of[pipeline], tried = of.get(pipeline, 0) + 1, tried + 1
                 self._try(hope, columns, self.fastest)
+
+    def _near_answers(self) -> None:
+        """Quick answers of columns near the best one, farther ones only once no nearer one is better."""
+        far = 1
+        while self.best is not None and far <= FAR and not self.late():
+            before = self.best
+            self._try_near(before, far)
+            far = 1 if self.best is not before else far + 1
+
+    def _try_near(self, best: Found, far: int) -> None:
+        """Quick answers of columns whose degrees and micro batch are up to ``far`` factors of two from those of ``best``. What they promise
+        is compared with what that one promised itself."""
+        row, tried = self.rows.of(best.prefix, best.batch.micro_batch), 0
+        near = hopes(self.core_costs, self.rows.near(row, far))
+        mine = row, best.batch.schedule, best.shard.zero
+        own = min((h.seconds for h in near if (h.row, h.batch.schedule, h.zero) == mine), default=0.0)
+        for hope in near:
+            if self.step(hope.seconds) >= NEAR * max(best.answer.seconds, self.step(own)) or tried == NEIGHBOURS:
+                return
+            if (hope.row, hope.batch, hope.zero) not in self._tried and (columns := self._columns_of(hope)):
+                tried += 1
+                self._try(hope, columns, NEAR * self.fastest)
 
     def _pipeline_of(self, hope: Hope) -> Pipeline:
         return hope.batch.schedule, int(self.rows.table[hope.row, 7]), hope.batch.vpp

@@ -77,5 +77,9 @@ class Queue:
         bound, level, _, item = heapq.heappop(self.heap)
         return bound, level, item
 
+    @property
+    def least(self) -> float:
+        return self.heap[0][0] if self.heap else float("inf")
+
     def __len__(self) -> int:
         return len(self.heap)

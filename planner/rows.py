@@ -79,6 +79,17 @@ class Rows(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
+    def of(self, prefix: Prefix, micro_batch: int) -> int:
+        """Which row it is."""
+        first = int(self.start[self.prefixes.index(prefix)])
+        return next(i for i in range(first, len(self)) if self[i].micro_batch == micro_batch)
+
+    def near(self, row: int, far: int) -> Ints:
+        """Rows whose degrees and micro batch are at most ``far`` factors of two from a row's in all, data parallelism making up for it."""
+        t = self.table
+        degrees = np.log2(np.stack([t[:, 0], t[:, 1] * t[:, 2], t[:, 3], t[:, 4], t[:, 5], t[:, 7]], axis=1))
+        return np.flatnonzero(np.abs(degrees - degrees[row]).sum(axis=1) <= far)
+
     # -- what arrays say of them ------------------------------------------------------------------------------------
 
     @cached_property

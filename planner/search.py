@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planner.answers import Answers
+from planner.answers import NEAR, Answers
 from planner.books import Alike, Books, Outcome, Queue
 from planner.column_costs import Costs
 from planner.columns import placement, priced_as
@@ -36,17 +36,23 @@ QUICK = 1e-2
 """Relative gap at which the search stops unless a proof is asked for, or is cheap."""
 SMALL, TINY = 20_000, 2_000
 """Columns of a space that is worth proving unasked, and of one whose proof takes all the effort that it takes."""
-EFFORT, EFFORT_TO_PROVE = 600, 20_000
+EFFORT, EFFORT_IF_SMALL, EFFORT_TO_PROVE = 600, 4_000, 20_000
 """Classes, columns and programs opened at most: a count, not a time, so that the same input gives the same plan on any machine."""
+FINISHED = 6
+"""Columns with no more than a quick answer that are solved, where the gap stays open."""
 LOADS = 64
 """Loads of one column simulated at most, to prove."""
+LOADED, LOADED_IF_SMALL = 160, 400
+"""Columns of several chunks a rank whose loads are looked at, unless to prove."""
 VAIN = 0.05
 """Share of the way from a column's bound to the answer that its loads must bring; else those of the same shape are not tried, unless to
 prove."""
 WIDE = 1_000_000
 """Columns of a space beyond which no effort goes into narrowing a gap that stays open."""
-PATIENCE, HASTE = 40, 14
-"""Entries opened after the last better answer, once the gap cannot narrow; in a wide space, once it cannot close."""
+PATIENCE = 40
+"""Entries opened after the last better answer, once the gap cannot narrow."""
+HASTE, LINGER = 14, 80
+"""The same in a wide space, once the gap cannot close: while pipelines are not bounded yet, and where all of them are."""
 IN_VAIN = 8
 """Likeliest classes of pipelines tried in a row without a better answer."""
 STEPS, CROWD = 6, 60
@@ -67,13 +73,15 @@ class Search(Answers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._vain: set[Key] = set()
-        self._patience, self._vainly, self._share = PATIENCE, 0, 0.0
+        self._finished: set[tuple[Prefix, Batch, Shard]] = set()
+        self._since, self._vainly, self._loaded, self._share = 0, 0, 0, 0.0
+        self._hasty = True
 
     def _keep(self, answer: Answer | None, prefix: Prefix, batch: Batch, shard: Shard) -> None:
         before = self.fastest
         super()._keep(answer, prefix, batch, shard)
         if self.fastest < before:
-            self._patience = PATIENCE
+            self._since = 0
 
     # -- the search -------------------------------------------------------------------------------------------------
 
@@ -91,8 +99,6 @@ class Search(Answers):
         self._best_first(left)
         if self.best is None and self.books.unexplored:
             self._any_answer()
-        if self.books.unexplored:
-            self._more_answers(left)
         self._families(left, self.extra)
         books = self.books
         books.by_bound = books.legal - books.by_memory - books.by_dominance - books.solved - books.unexplored
@@ -102,12 +108,22 @@ class Search(Answers):
         """Shapes are bounded by arrays, the least work first; what may beat the answer enters a queue as classes of columns, and the entry
         with the least bound is opened next: a class into its columns, a column into an answer, an answer into a proof. Rows that look
         fastest go first, so that the rest is compared with a good answer."""
-        gap = PROVED if self.prove or self.books.legal <= SMALL else QUICK
-        effort = EFFORT_TO_PROVE if self.whole else EFFORT
+        gap = PROVED if self.prove or self.small else QUICK
+        effort = EFFORT_TO_PROVE if self.whole else EFFORT_IF_SMALL if self.small else EFFORT
         queue = Queue(gap)
         self._shapes(queue, Cores(self.rows, left[self.row_bounds[left] < self.fastest], self.store), effort)
         while self._work(queue, effort, 1):
             pass
+        if self.best and min(queue.least, self.books.weakest) < self.fastest * (1 - queue.gap):
+            before = self.fastest
+            self._more_answers(left)
+            if self.books.legal <= WIDE:
+                self._near_answers()
+            self._finish()
+            if self.fastest < before:
+                queue.opened //= 2
+                while self._work(queue, effort, 1):
+                    pass
         rows: dict[tuple[int, Key], list[Class]] = {}
         for bound, level, _, item in queue.heap:
             cut = bound >= self.fastest * (1 - queue.gap)
@@ -122,7 +138,7 @@ class Search(Answers):
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows pipeline by pipeline, and work on what they add to the queue."""
         self.cores = cores
-        waiting = self._order(cores.by)
+        waiting, passed_over = self._order(cores.by), False
         for place, pipeline in enumerate(waiting):
             rows = cores.by[pipeline]
             rows = rows[self.row_bounds[rows] < self.fastest]
@@ -130,6 +146,7 @@ class Search(Answers):
                 continue
             if self._enough(float(self.row_bounds[rows].min()), queue):
                 self._pass_over(pipeline, rows)
+                passed_over = True
                 continue
             self._tell(0.5 * place / len(waiting))
             some = cores.within(pipeline, rows, self.pipeline(self.fastest))
@@ -138,6 +155,7 @@ class Search(Answers):
             self._try_likeliest(some)
             if len(queue) > CROWD:
                 self._work(queue, effort, STEPS)
+        self._hasty = passed_over
 
     def _pass_over(self, pipeline: Pipeline, rows: npt.NDArray[np.int64]) -> None:
         """Leave a pipeline's cores unexplored, with the bound that their mean ranks give."""
@@ -185,7 +203,7 @@ class Search(Answers):
             if self._enough(queue.heap[0][0], queue):
                 return done > 0
             bound, level, item = queue.pop()
-            self._patience -= 1
+            self._since += 1
             self._tell(0.5 + 0.5 * queue.opened / effort if queue.opened > effort // 2 else 0.0)
             if level >= 2:
                 one, alike, exact = item
@@ -243,6 +261,11 @@ class Search(Answers):
             self.report(self._share, f"best {self.fastest:.4g} s" if self.best else "")
 
     @property
+    def small(self) -> bool:
+        """Whether the space is worth proving unasked."""
+        return self.books.legal <= SMALL
+
+    @property
     def whole(self) -> bool:
         """Whether effort goes on until the gap is closed."""
         return self.prove or self.books.legal <= TINY
@@ -250,9 +273,32 @@ class Search(Answers):
     def _enough(self, least: float, queue: Queue) -> bool:
         """Whether to stop before what is bounded by ``least``: the time allowed is over; or a column that was solved holds the gap open,
         nothing left can narrow it, and no answer got better for long; in a wide space whether or not something can."""
-        wide = self.books.legal > WIDE
-        over = self.books.weakest < self.fastest * (1 - queue.gap) if wide else least >= self.books.weakest
-        return self.late() or (not self.whole and over and self._patience <= (PATIENCE - HASTE if wide else 0))
+        if self.books.legal > WIDE:
+            over, most = self.books.weakest < self.fastest * (1 - queue.gap), HASTE if self._hasty else LINGER
+        else:
+            over, most = least >= self.books.weakest, PATIENCE
+        return self.late() or (not self.whole and over and self._since >= most)
+
+    def _finish(self) -> None:
+        """Solve the columns whose quick answers are the fastest."""
+        quickly = [
+            f for f in self.found.values() if (f.prefix, f.batch, f.shard) not in self._finished and f.batch.schedule != "dualpipe"
+        ]
+        for found in sorted(quickly, key=lambda f: f.answer.seconds)[:FINISHED]:
+            prefix, batch, shard = found.prefix, found.batch, found.shard
+            if found.answer.seconds > NEAR * self.fastest or self.late():
+                return
+            column, fitting = self.column(prefix, batch, shard)
+            if batch.vpp == 1:
+                some = self.policies(batch, prefix)
+                result = solve_column(
+                    column, fitting, some, self.fastest, 0.0, self.totals, QUICK, largest=0, deadline=self.deadline
+                )
+                self._keep(result.answer, prefix, batch, shard)
+            else:
+                key = batch.schedule, prefix.pp, batch.vpp, column.microbatches
+                one = Class(self.rows.of(prefix, batch.micro_batch), key, shard.zero, shard.dp_shard)
+                self._loads(one, shard, self.cores.exact(one, [column]), 0)
 
     def _solve_one(self, bound: float, one: Class, alike: Alike, exact: Costs | None, gap: float, close: bool) -> float | None:
         """Solve a column. To prove, one that may still be faster is left to be closed when nothing has a lesser bound: its bound then."""
@@ -271,6 +317,7 @@ class Search(Answers):
                 return None
             if not result.cut:
                 self.books.solve(alike.number)
+                self._finished.add((row.prefix, batch, shard))
                 self._keep(result.answer, row.prefix, batch, shard)
         if self.prove and exact is not None and column.chunks > 1 and not close and least < self.fastest * (1 - gap):
             return least
@@ -279,30 +326,14 @@ class Search(Answers):
 
     def _solve_loads(self, bound: float, one: Class, alike: Alike, exact: Costs, gap: float, close: bool) -> float:
         """The least seconds of any step of a column, by the ways to deal layers to its ranks. ``close``: after a first look, to the end."""
-        if not self.whole and one.key in self._vain:
+        most = LOADED_IF_SMALL if self.small else LOADED
+        if not self.whole and (self._loaded >= most or (one.key in self._vain and not self.small)):
             self.books.unexplored += alike.number
             return bound
+        self._loaded += 1
         if not close:
             self.books.solve(alike.number)
-        before = bound
-        row, batch, shard = self.rows[one.row], self._batch(one), alike.shard
-        column, fitting = self.column(row.prefix, batch, shard)
-        rounds, programs = LOADS if self.prove else LOADS // 8, PROGRAMS if close else 0
-        shape, some = self.cores.shape(one.key), self.policies(batch, row.prefix)
-        answer, least = best_loads(
-            column,
-            fitting,
-            some,
-            shape,
-            exact,
-            self.fastest,
-            PROVED,
-            rounds,
-            prove=self.prove,
-            programs=programs,
-            deadline=self.deadline,
-        )
-        self._keep(answer, row.prefix, batch, shard)
+        before, least = bound, self._loads(one, alike.shard, exact, PROGRAMS if close else 0)
         bound = max(bound, least)
         if bound < self.fastest * (1 - gap):  # the paths that were found bound it better
             again = self.cores.bounds(one.key, exact, self.pipeline(bound), self.pipeline(self.fastest))[0]
@@ -310,3 +341,24 @@ class Search(Answers):
         if bound < before + VAIN * (self.fastest - before):
             self._vain.add(one.key)
         return bound
+
+    def _loads(self, one: Class, shard: Shard, exact: Costs, programs: int) -> float:
+        """Look for answers of a column by its loads; the least seconds of any step of it, as far as that shows."""
+        prefix, batch = self.rows[one.row].prefix, self._batch(one)
+        column, fitting = self.column(prefix, batch, shard)
+        answer, least = best_loads(
+            column,
+            fitting,
+            self.policies(batch, prefix),
+            self.cores.shape(one.key),
+            exact,
+            self.fastest,
+            PROVED,
+            LOADS if self.prove else LOADS // 8,
+            prove=self.prove,
+            programs=programs,
+            deadline=self.deadline,
+        )
+        self._keep(answer, prefix, batch, shard)
+        self._finished.add((prefix, batch, shard))
+        return least
