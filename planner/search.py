@@ -51,6 +51,8 @@ WIDE = 1_000_000
 """Columns of a space beyond which no effort goes into narrowing a gap that stays open."""
 PATIENCE = 40
 """Entries opened after the last better answer, once the gap cannot narrow."""
+BOUNDED = 600_000_000
+"""Columns of a space times pipelines that are bounded by their paths though there is no effort left for them."""
 HASTE, LINGER = 14, 80
 """The same in a wide space, once the gap cannot close: while pipelines are not bounded yet, and where all of them are."""
 IN_VAIN = 8
@@ -138,15 +140,14 @@ class Search(Answers):
     def _shapes(self, queue: Queue, cores: Cores, effort: int) -> None:
         """Bound the cores of rows pipeline by pipeline, and work on what they add to the queue."""
         self.cores = cores
-        waiting, passed_over = self._order(cores.by), False
+        waiting, passed = self._order(cores.by), list[tuple[Pipeline, npt.NDArray[np.int64]]]()
         for place, pipeline in enumerate(waiting):
             rows = cores.by[pipeline]
             rows = rows[self.row_bounds[rows] < self.fastest]
             if not len(rows):
                 continue
             if self._enough(float(self.row_bounds[rows].min()), queue):
-                self._pass_over(pipeline, rows)
-                passed_over = True
+                passed.append((pipeline, rows))
                 continue
             self._tell(0.5 * place / len(waiting))
             some = cores.within(pipeline, rows, self.pipeline(self.fastest))
@@ -155,16 +156,27 @@ class Search(Answers):
             self._try_likeliest(some)
             if len(queue) > CROWD:
                 self._work(queue, effort, STEPS)
-        self._hasty = passed_over
+        self._hasty = bool(passed)
+        self._pass_over(passed)
 
-    def _pass_over(self, pipeline: Pipeline, rows: npt.NDArray[np.int64]) -> None:
-        """Leave a pipeline's cores unexplored, with the bound that their mean ranks give."""
-        if self.late():
-            left, least = rows, float(self.row_bounds[rows].min())
-        else:
-            left, work = self.cores.left(pipeline, rows, self.pipeline(self.fastest))
-            least = float(self.step(work))
-        self._leave(least, self.rows.columns(left, pipeline[0], pipeline[2]), cut=False)
+    def _pass_over(self, passed: Sequence[tuple[Pipeline, npt.NDArray[np.int64]]]) -> None:
+        """Leave the cores of pipelines unexplored, with the bounds that their mean ranks give; those that hold the gap open, the least bound
+        first, with the bounds that some effort gives."""
+        coarse = []
+        for pipeline, rows in passed:
+            if self.late():
+                coarse.append((float(self.row_bounds[rows].min()), pipeline, rows))
+            else:
+                left, work = self.cores.left(pipeline, rows, self.pipeline(self.fastest))
+                coarse.append((float(self.step(work)), pipeline, left))
+        most, weakest = BOUNDED // self.books.legal, self.books.weakest
+        for place, (least, pipeline, rows) in enumerate(sorted(coarse, key=lambda c: c[:2])):
+            if place < most and least < weakest and len(rows) and not self.late():
+                some = self.cores.within(pipeline, rows, self.pipeline(self.fastest))
+                rows = np.unique([one.row for _, one in some]).astype(np.int64)
+                least = max(least, float(self.step(min((bound for bound, _ in some), default=np.inf))))
+                weakest = min(weakest, least)
+            self._leave(least, self.rows.columns(rows, pipeline[0], pipeline[2]), cut=False)
 
     def _order(self, pipelines: Iterable[Pipeline]) -> list[Pipeline]:
         """The pipelines whose columns look fastest first, those without a hopeful one by their rows' work after them."""
