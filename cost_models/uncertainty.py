@@ -31,6 +31,8 @@ SHAPES_ERROR, LIBRARIES_ERROR, KERNELS_ERROR = 0.015, 0.05, 0.05
 differ by 2-15 %); the attention kernel's (``data/attention_kernels.yaml``)."""
 OWN_ERROR = 0.025
 """Relative standard error of a step by itself: repeats of one differ by 1-4 %, releases of one by up to 10 %."""
+ROUNDING = 1e-9
+"""Share of a step's seconds below which a difference is one of rounding."""
 EIGHTY = 1.2815515655446008
 """Standard errors on either side of an 80 % interval: the 90 % quantile of a normal distribution."""
 
@@ -103,10 +105,11 @@ def flipping_cause(job: Job, first: Mapping[str, float], second: Mapping[str, fl
     change that makes them equal). None where no cause's change can."""
     errors = cause_errors(job)
     gap = sum(second.values()) - sum(first.values())
+    least = ROUNDING * sum(first.values())
     best: tuple[float, str, float] | None = None
     for cause in {**first, **second}:
         difference = first.get(cause, 0.0) - second.get(cause, 0.0)
-        if not difference:
+        if abs(difference) <= least:
             continue
         change = gap / difference
         if change <= -1.0:

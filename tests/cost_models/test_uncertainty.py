@@ -75,3 +75,8 @@ def test_the_flipping_cause_is_the_one_nearest_to_its_own_error() -> None:
         s[cause] = s.get(cause, 0.0) * (1 + change)
     assert sum(changed[0].values()) == pytest.approx(sum(changed[1].values()))
     assert flipping_cause(JOB, {"matmul": 1.0}, {"matmul": 1.0}) is None
+
+
+def test_a_difference_of_rounding_flips_nothing() -> None:
+    found = flipping_cause(JOB, {"matmul": 1.0, "bubble": 2e-15}, {"matmul": 1.2, "bubble": 0.0})
+    assert found is not None and found[0] == "matmul"
