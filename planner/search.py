@@ -51,10 +51,11 @@ WIDE = 1_000_000
 """Columns of a space beyond which no effort goes into narrowing a gap that stays open."""
 PATIENCE = 40
 """Entries opened after the last better answer, once the gap cannot narrow."""
-BOUNDED = 600_000_000
-"""Columns of a space times pipelines that are bounded by their paths though there is no effort left for them."""
-HASTE, LINGER = 14, 80
-"""The same in a wide space, once the gap cannot close: while pipelines are not bounded yet, and where all of them are."""
+BOUNDED = 320_000_000_000
+"""Columns of a space times the rows and ranks of pipelines that are bounded by their paths though there is no effort left for them."""
+HASTE, LINGER = 400_000_000, 80
+"""The same in a wide space, once the gap cannot close: columns of the space times entries while pipelines are not bounded yet, and entries at
+most."""
 IN_VAIN = 8
 """Likeliest classes of pipelines tried in a row without a better answer."""
 STEPS, CROWD = 6, 60
@@ -169,9 +170,10 @@ class Search(Answers):
             else:
                 left, work = self.cores.left(pipeline, rows, self.pipeline(self.fastest))
                 coarse.append((float(self.step(work)), pipeline, left))
-        most, weakest = BOUNDED // self.books.legal, self.books.weakest
-        for place, (least, pipeline, rows) in enumerate(sorted(coarse, key=lambda c: c[:2])):
-            if place < most and least < weakest and len(rows) and not self.late():
+        effort, weakest = BOUNDED // max(1, self.books.legal), self.books.weakest
+        for least, pipeline, rows in sorted(coarse, key=lambda c: c[:2]):
+            effort -= len(rows) * pipeline[1] if least < weakest else 0
+            if least < weakest and len(rows) and effort >= 0 and not self.late():
                 some = self.cores.within(pipeline, rows, self.pipeline(self.fastest))
                 rows = np.unique([one.row for _, one in some]).astype(np.int64)
                 least = max(least, float(self.step(min((bound for bound, _ in some), default=np.inf))))
@@ -286,7 +288,10 @@ class Search(Answers):
         """Whether to stop before what is bounded by ``least``: the time allowed is over; or a column that was solved holds the gap open,
         nothing left can narrow it, and no answer got better for long; in a wide space whether or not something can."""
         if self.books.legal > WIDE:
-            over, most = self.books.weakest < self.fastest * (1 - queue.gap), HASTE if self._hasty else LINGER
+            over, most = (
+                self.books.weakest < self.fastest * (1 - queue.gap),
+                min(LINGER, 1 + HASTE // self.books.legal) if self._hasty else LINGER,
+            )
         else:
             over, most = least >= self.books.weakest, PATIENCE
         return self.late() or (not self.whole and over and self._since >= most)
