@@ -51,11 +51,11 @@ WIDE = 1_000_000
 """Columns of a space beyond which no effort goes into narrowing a gap that stays open."""
 PATIENCE = 40
 """Entries opened after the last better answer, once the gap cannot narrow."""
-BOUNDED = 320_000_000_000
-"""Columns of a space times the rows and ranks of pipelines that are bounded by their paths though there is no effort left for them."""
 HASTE, LINGER = 400_000_000, 80
-"""The same in a wide space, once the gap cannot close: columns of the space times entries while pipelines are not bounded yet, and entries at
+"""The same in a wide space, once the gap cannot close: entries times the columns of the space while pipelines are not bounded yet; entries at
 most."""
+BOUNDED = 320_000_000_000
+"""Rows times ranks, times the columns of the space, of pipelines that are bounded by their paths once there is no effort left to open them."""
 IN_VAIN = 8
 """Likeliest classes of pipelines tried in a row without a better answer."""
 STEPS, CROWD = 6, 60
@@ -287,13 +287,9 @@ class Search(Answers):
     def _enough(self, least: float, queue: Queue) -> bool:
         """Whether to stop before what is bounded by ``least``: the time allowed is over; or a column that was solved holds the gap open,
         nothing left can narrow it, and no answer got better for long; in a wide space whether or not something can."""
-        if self.books.legal > WIDE:
-            over, most = (
-                self.books.weakest < self.fastest * (1 - queue.gap),
-                min(LINGER, 1 + HASTE // self.books.legal) if self._hasty else LINGER,
-            )
-        else:
-            over, most = least >= self.books.weakest, PATIENCE
+        wide, hasty = self.books.legal > WIDE, min(LINGER, 1 + HASTE // self.books.legal)
+        over = self.books.weakest < self.fastest * (1 - queue.gap) if wide else least >= self.books.weakest
+        most = PATIENCE if not wide else hasty if self._hasty else LINGER
         return self.late() or (not self.whole and over and self._since >= most)
 
     def _finish(self) -> None:
