@@ -22,11 +22,13 @@ class Costs:
     """Costs of columns of one shape, by column first. Seconds of one microbatch: ``f``, ``b`` (least mode), ``w`` of a layer of the main
     kind, ``again`` column x mode what recompute adds; ``embedding``, ``head`` column x (f, b, w); ``transfer``; ``hidden`` column x (f, b)
     what a pair hides of a layer; ``start``, ``end``, ``end_own``, ``least``: ``bulk_sharding.Ends``. Bytes: ``state`` and ``kept`` column
-    x mode of a layer, ``waits`` what it holds for its weight gradient, less ``above`` a chunk, ``room`` column x rank; ``spare``: what a rank
-    has for one layer's whole tensors without more room (inf: it never needs them). ``credit``: seconds by column and chunk by which one
-    microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and rank by which they may need other; where
-    those of another kind lead the model, instead ``ahead`` column x (f, b, w) seconds and ``ahead_bytes`` column x (state, kept in
-    the least mode, waits) of one of them."""
+    x mode of a layer, ``lowest`` what it keeps at least, ``waits`` what it holds for its weight gradient, less ``above`` a chunk,
+    ``room`` column x rank; ``spare``: what a rank has for one layer's whole tensors without more room (inf: it never needs them).
+    Without a main kind these are of the mean layer, and the modes those of all kinds: each keeps as much less than the mean layer
+    without recompute as it saves.
+    ``credit``: seconds by column and chunk by which one microbatch may pass layers of other kinds faster; ``lighter``: bytes by column and
+    rank by which they may need other; where those of another kind lead the model, instead ``ahead`` column x (f, b, w) seconds and
+    ``ahead_bytes`` column x (state, kept in the least mode, waits) of one of them."""
 
     f: Floats
     b: Floats
@@ -42,6 +44,7 @@ class Costs:
     least: Floats
     state: Floats
     kept: Floats
+    lowest: Floats
     waits: Floats
     above: Floats
     room: Floats
@@ -60,7 +63,7 @@ class Costs:
         """Whether the ranks of a column have room for all layers in the mode that keeps least, a rank's chunks as even as they can be;
         ``first``: layers of another kind before all others, of which a rank holds one less than the rank before it, or any number where the
         ranks are fewer."""
-        kept, good, ahead = self.kept.min(axis=1)[:, None], np.ones(len(self), bool), self._most_ahead(first)
+        kept, good, ahead = self.lowest[:, None], np.ones(len(self), bool), self._most_ahead(first)
         state, keeps, waits = (self.ahead_bytes[:, i, None] for i in range(3))
         for moment in flying.moments:
             each = np.stack([self.state[:, None] + g.alive * kept + g.waiting * self.waits[:, None] for g in moment])

@@ -70,7 +70,8 @@ class CoreCosts:
         least = bulk.b.min(axis=2)
         share = np.zeros(len(main.totals))
         share[:] = main.totals / main.layers if main.kind is None else np.arange(len(share)) == main.kind
-        again = (bulk.b[:, main.kind] - least[:, main.kind, None]) if main.kind is not None else np.zeros((number, bulk.b.shape[2]))
+        more = bulk.b - least[:, :, None]
+        again = more[:, main.kind] if main.kind is not None else _of_any_kind(more)
         f, b, w = bulk.f @ share, least @ share, bulk.w @ share
         paired = pipeline[0] in ("dualpipe", "dualpipe-v") and self.job.execution.ep_overlap
         nothing = np.zeros(number)
@@ -94,6 +95,7 @@ class CoreCosts:
             **seconds,
             state=nothing,
             kept=kept,
+            lowest=nothing,
             waits=nothing,
             above=nothing,
             room=none,
@@ -132,26 +134,36 @@ class CoreCosts:
         ahead = np.stack([state[:, one], kept[:, one].min(axis=1), parts.waits[k][:, one]], axis=1)
         if main.kind is not None:
             lighter = np.zeros((len(k), pp)) if self.leading(pp) else self._lighter(state, kept, parts.waits[k], pipeline, flying)
+            mine = kept[:, main.kind]
             return {
-                "state": state[:, main.kind], "kept": kept[:, main.kind], "waits": parts.waits[k][:, main.kind],
+                "state": state[:, main.kind], "kept": mine, "lowest": mine.min(axis=1), "waits": parts.waits[k][:, main.kind],
                 "above": parts.above[k], "room": room, "spare": spare,
                 "lighter": lighter, "ahead_bytes": ahead,
             }  # fmt: skip
-        share = main.totals / main.layers
-        mean_kept = np.repeat((kept.min(axis=2) @ share)[:, None], kept.shape[2], axis=1)
-        most = np.asarray(flying.most()[0].max(axis=-1))[..., None]
-        apart = np.abs(state - (state @ share)[:, None]) + most * np.abs(kept.min(axis=2) - mean_kept[:, :1])
-        lighter = np.repeat((apart @ main.totals)[:, None], pp, axis=1)
+        share, alive = main.totals / main.layers, flying.most()[0]
+        top, lowest = kept.max(axis=2), kept.min(axis=2)
+        fewer = np.maximum(self._below(top), self._below(lowest))[:, None]
         return {
             "state": state @ share,
-            "kept": mean_kept,
+            "kept": _of_any_kind((top @ share)[:, None, None] - (top[:, :, None] - kept)),
+            "lowest": lowest @ share,
             "waits": parts.waits[k].min(axis=1),
             "above": parts.above[k],
             "room": room,
             "spare": spare,
-            "lighter": lighter,
+            "lighter": pipeline[2] * (self._below(state)[:, None] + alive * fewer),
             "ahead_bytes": ahead,
         }
+
+    def _below(self, each: Floats) -> Floats:
+        """By column: the most by which consecutive layers of the model fall below as many mean ones, of what layers take by kind (``each``,
+        column x kind)."""
+        mean = each @ (self.main.totals / self.main.layers)
+        run, most = np.zeros(len(each)), np.zeros(len(each))
+        for kind in self.main.pattern:
+            run = np.maximum(0.0, run + mean - each[:, kind])
+            most = np.maximum(most, run)
+        return most
 
     def _transfer(self, rows: Ints) -> Floats:
         """Seconds of a pipeline message at least: between neighbours as near as any order puts them."""
@@ -202,3 +214,9 @@ def _apart(one: Floats, other: Floats) -> Floats:
     """The most by which two layers' kept bytes may differ, whatever their modes."""
     most: Floats = np.maximum(np.abs(one.max(axis=1) - other.min(axis=1)), np.abs(other.max(axis=1) - one.min(axis=1)))
     return most
+
+
+def _of_any_kind(modes: Floats) -> Floats:
+    """Column x (mode 0 of the least kind, every other mode of every kind), of column x kind x mode: the modes of a layer whose kind is not
+    known."""
+    return np.concatenate([modes[:, :, 0].min(axis=1)[:, None], modes[:, :, 1:].reshape(len(modes), -1)], axis=1)
