@@ -7,6 +7,7 @@ collective over the whole model bounds its share on any stage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,15 @@ Floats = npt.NDArray[np.float64]
 class Ends:
     """Seconds that a rank's collectives and optimizer add at least before its first action (``start``) and after its last (``end``;
     ``end_own``: where more recompute costs more than the reduction that it hides, so that it is taken as the least): of one layer
-    by column and kind, and what embedding and head may take off (column; negative where more of them hides)."""
+    by column and kind, and what embedding and head may take off (column; negative where more of them hides). ``whole``: those of all
+    layers on one rank, before and after, by column."""
 
     start: Floats
     end: Floats
     end_own: Floats
     start_least: Floats
     end_least: Floats
+    whole: Floats
 
 
 class Sharding:
@@ -72,53 +75,75 @@ class Sharding:
     def _each(self, unit: int | str) -> EachMicrobatch:
         return each_microbatch(self.job, self.network, *self.held(unit))
 
-    def ends(self, bulk: Bulk) -> Ends:
-        """What a layer adds at its rank's ends; ``bulk``: seconds of the same columns' passes."""
+    def ends(self, bulk: Bulk, totals: Ints) -> Ends:
+        """What a layer adds at its rank's ends; ``bulk``: seconds of the same columns' passes; ``totals``: layers by kind."""
         job, execution = self.job, self.job.execution
-        model, layers = job.model, job.model.num_layers
-        start, end, own = np.zeros_like(bulk.f), np.zeros_like(bulk.f), np.zeros_like(bulk.f)
+        number, kinds, layers = *bulk.f.shape, job.model.num_layers
+        held = [self.held(k) for k in range(kinds)]
         unit = bulk.embedding + bulk.head
-        more = [USABLE * unit[:, 0], USABLE * (unit[:, 1] + unit[:, 2])]
-        least = [np.zeros(len(unit)), np.zeros(len(unit))]
+        back, short = (USABLE * (b + bulk.w) for b in (bulk.b.max(axis=2), bulk.b.min(axis=2)))
+        whole = np.zeros(number)
+
+        def side(
+            once: Any, of_kinds: Sequence[Any], overlap: bool, windows: Sequence[Floats], more: Floats
+        ) -> tuple[list[Floats], Floats]:
+            """(column x kind seconds of a layer for every one of ``windows``, what ``more`` seconds of window take off at most)."""
+            nonlocal whole
+            outs, least = [np.zeros((number, kinds)) for _ in windows], np.zeros(number)
+            happens = once(job, self.degrees)
+            for pairs in zip(*of_kinds, strict=True):  # the same collective of every kind
+                one = np.stack([np.where(happens, seconds_of(self.network, pair) / layers, 0.0) for pair in pairs], axis=1)
+                share = np.stack(
+                    [np.broadcast_to(execution.dp_bucket_bytes / np.maximum(1.0, p[0].bytes), number) for p in pairs], axis=1
+                )
+                lines = [_line(one, share, window, overlap) for window in windows]
+                for out, (value, _) in zip(outs, lines, strict=True):
+                    out += value
+                least -= np.max([slope for _, slope in lines], axis=0) * more
+                whole = whole + _all_layers(one, share, windows[0], overlap, totals, more)
+            return outs, least
+
+        all_of = [(w if self.zero == 3 else t).times(layers) for w, t in held]
         ahead = execution.dp_overlap and execution.gather_overlap
-        for k in range(len(model.kinds)):
-            whole, trained = self.held(k)
-            back, front = USABLE * (bulk.b[:, k].max(axis=1) + bulk.w[:, k]), USABLE * bulk.f[:, k]
-            short = USABLE * (bulk.b[:, k].min(axis=1) + bulk.w[:, k])
-            all_layers = gathers(job, (whole if self.zero == 3 else trained).times(layers))
-            for once, collectives, window, overlap, out, place in (
-                (gathers_once, ((one,) for one in all_layers), front, ahead, start, 0),
-                (reduces_once, reductions(job, self.degrees, trained.times(layers)), back, execution.dp_overlap, end, 1),
-            ):  # fmt: skip
-                for pair in collectives:
-                    share = execution.dp_bucket_bytes / np.maximum(1.0, pair[0].bytes)
-                    one = np.where(once(job, self.degrees), seconds_of(self.network, pair) / layers, 0.0)
-                    value, slope = _line(one, share, window, overlap)
-                    out[:, k] += value
-                    if place:
-                        narrow, steep = _line(one, share, short, overlap)
-                        own[:, k] += narrow
-                        slope = np.maximum(slope, steep)
-                    if k == 0:
-                        least[place] = least[place] - slope * more[place]
-            if job.optimizer != "muon" and not self.degrees_offload:
-                update = optimizer_seconds(job, self.degrees, trained)
-                end[:, k] += update
-                own[:, k] += update
-        return Ends(start, end, own, least[0], least[1])
+        (start,), start_least = side(
+            gathers_once, [[(one,) for one in gathers(job, some)] for some in all_of], ahead, [USABLE * bulk.f], USABLE * unit[:, 0]
+        )
+        (end, own), end_least = side(
+            reduces_once,
+            [reductions(job, self.degrees, t.times(layers)) for _, t in held],
+            execution.dp_overlap,
+            [back, short],
+            USABLE * (unit[:, 1] + unit[:, 2]),
+        )
+        if job.optimizer != "muon" and not self.degrees_offload:
+            update = np.stack([np.broadcast_to(optimizer_seconds(job, self.degrees, t), number) for _, t in held], axis=1)
+            end, own, whole = end + update, own + update, whole + update @ totals
+        return Ends(start, end, own, start_least, end_least, whole)
 
     degrees_offload = False
     """Whether optimizer states may live in host memory, where their update is bounded by nothing here."""
 
 
-def _line(seconds: Floats, share: Any, window: Floats, overlap: bool) -> tuple[Floats, Floats]:
-    """A linear lower bound on ``update._exposed``, which is convex in seconds and window: (of a layer's part, what a second more of window
-    takes off). Either all work beside the collective hides it, or none more than the slowing; the last ``share`` of the whole never
-    hides."""
+def _line(seconds: Floats, share: Floats, window: Floats, overlap: bool) -> tuple[Floats, Floats]:
+    """A linear lower bound on ``update._exposed``, which is convex in seconds and window, of columns' layers by kind: (of a layer's part,
+    what a second more of window takes off). All kinds' layers hide what theirs together ask for, so that one line holds for all of them."""
     if not overlap:
-        return seconds, np.zeros_like(seconds)
+        return seconds, np.zeros(len(seconds))
+    open_, closed = _lines(seconds, share, window)
+    better = open_.min(axis=1) > closed.min(axis=1)
+    return np.where(better[:, None], open_, closed), np.where(better, 1 - INTERFERENCE, 0.0)
+
+
+def _lines(seconds: Floats, share: Floats, window: Floats) -> tuple[Floats, Floats]:
+    """Either all work beside the collective hides it, or none more than the slowing; the last ``share`` of the whole never hides."""
     rest = seconds * (1 - np.minimum(1.0, share))
-    open_ = seconds - (1 - INTERFERENCE) * window
-    closed = seconds - (1 - INTERFERENCE) * rest
-    slope = np.where(open_ > closed, 1 - INTERFERENCE, 0.0)
-    return np.maximum(open_, closed), slope
+    return seconds - (1 - INTERFERENCE) * window, seconds - (1 - INTERFERENCE) * rest
+
+
+def _all_layers(seconds: Floats, share: Floats, window: Floats, overlap: bool, totals: Ints, more: Floats) -> Floats:
+    """By column: the same of all layers together, with ``more`` seconds of window."""
+    if not overlap:
+        out: Floats = seconds @ totals
+        return out
+    open_, closed = _lines(seconds, share, window)
+    return np.maximum(open_ @ totals - (1 - INTERFERENCE) * more, closed @ totals)

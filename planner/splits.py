@@ -59,12 +59,11 @@ class Splits:
         sharding.degrees_offload = rows.space.may_offload
         if bulk is None:
             bulk = sharding.add(rows.bulk.take(rows.key[which]))
-        ends = sharding.ends(bulk)
+        ends = sharding.ends(bulk, rows.totals)
         microbatches, pp = rows.table[which, 9], rows.table[which, 7]
         held = _held(rows, which, zero, shard) if held is None else held
         state, (embedding, head, twice) = held[:, :-3], held[:, -3:].T
-        beside = (ends.start + ends.end) @ rows.totals + ends.start_least + ends.end_least
-        work = np.maximum(rows.work[which], (microbatches * bulk.total(rows.totals) + beside) / pp)
+        work = np.maximum(rows.work[which], (microbatches * bulk.total(rows.totals) + ends.whole) / pp)
         gathered = gathered_of(rows.job, table, shard, zero)
         return cls(which, np.full(len(which), zero), shard, bulk, ends, state, embedding, head, twice, gathered, work)
 

@@ -38,6 +38,8 @@ JOBS: dict[str, tuple[Any, ...]] = {
     "experts": ("qwen3-30b-a3b", "h100-sxm:2x8", 4096, 64, "axisplan"),
     "dense layers first": ("deepseek-v3", "h800-sxm:8x8", 4096, 256, "axisplan"),
     "dense layers first in megatron": ("deepseek-v3", "h800-sxm:8x8", 4096, 256, "megatron"),
+    "two kinds of experts": ("gpt-oss-20b", "h100-sxm:2x8", 8192, 64, "megatron"),
+    "dense layers between experts": ("llama-4-maverick", "h100-sxm:16x8", 8192, 128, "megatron"),
     "two kinds of attention": ("gemma-2-9b", "h100-sxm:1x8", 8192, 64, "axisplan"),
     "experts in deepspeed": ("mixtral-8x7b", "a100-sxm:4x8", 4096, 64, "deepspeed"),
 }
