@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from cost_models.step import estimate
 from planner.bulk_bytes import states_of
 from planner.column_costs import Costs
 from planner.columns import prefix_counts, units
+from planner.core_costs import CoreCosts
 from planner.cores import Cores, Key
 from planner.dealing import ways
 from planner.heuristic import quick
@@ -125,6 +127,19 @@ def test_the_end_of_a_model_that_recomputes_all_keeps_what_its_bound_says(name: 
         found.append(chunk_memory(j, layout, 1).kept)
     layers = sum(kept.kept[key, pattern[i], -1] for i in layout.layers_of_chunk(1, len(pattern)))
     assert min(found) == pytest.approx(layers + kept.tail[key], rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_consecutive_layers_fall_below_as_many_mean_ones_by_no_more_than_is_said(seed: int) -> None:
+    rng = random.Random(seed)
+    pattern = tuple(rng.randrange(3) for _ in range(rng.randint(1, 14)))
+    totals = np.array([pattern.count(kind) for kind in range(3)])
+    main = SimpleNamespace(pattern=pattern, totals=totals, layers=len(pattern))
+    each = np.array([[rng.uniform(0.0, 2.0) for _ in range(3)]])
+    mean = float(each[0] @ totals) / len(pattern)
+    windows = (pattern[i:j] for i in range(len(pattern)) for j in range(i, len(pattern) + 1))
+    most = max(sum(mean - each[0][kind] for kind in window) for window in windows)
+    assert CoreCosts._below(cast(CoreCosts, SimpleNamespace(main=main)), each)[0] == pytest.approx(most, abs=1e-12)
 
 
 def test_a_single_microbatchs_gradients_are_missed_only_where_layers_reduce_theirs_one_by_one() -> None:

@@ -61,12 +61,19 @@ def test_what_is_passed_over_is_bounded_truly_and_better_with_more_effort(name: 
 
 
 @pytest.mark.slow
-def test_where_the_gap_stays_open_the_plan_is_as_fast_as_a_long_search_finds(invoke: Any) -> None:
-    """12 columns of several chunks promise more than the best one, whose quick answer is 7 % slower than what its layers allow."""
-    words = "glm-4.5-air --cluster h100-sxm:4x8 --seq-len 4k --global-batch 128 --execution megatron --top 0 --json"
-    found = json.loads(invoke("plan", *words.split())[1])["certificate"]
-    assert found["fastest_seconds"] < 6.78
-    assert found["gap"] < 0.06
+@pytest.mark.parametrize(
+    ("words", "seconds", "gap"),
+    [
+        # columns of several chunks promise more than the best one, whose quick answer is 7 % slower than what its layers allow
+        ("glm-4.5-air --cluster h100-sxm:4x8 --seq-len 4k --global-batch 128 --execution megatron", 6.78, 0.06),
+        # layers of three kinds take turns, and most must recompute
+        ("llama-4-scout --cluster h100-sxm:16x8 --seq-len 8k --global-batch 256", 6.08, 0.02),
+    ],
+)
+def test_where_the_first_answers_are_poor_the_plan_is_not(words: str, seconds: float, gap: float, invoke: Any) -> None:
+    found = json.loads(invoke("plan", *words.split(), "--top", "0", "--json")[1])["certificate"]
+    assert found["fastest_seconds"] < seconds
+    assert found["gap"] < gap
 
 
 @pytest.mark.slow
