@@ -31,6 +31,8 @@ SHAPES_ERROR, LIBRARIES_ERROR, KERNELS_ERROR = 0.015, 0.05, 0.05
 differ by 2-15 %); the attention kernel's (``data/attention_kernels.yaml``)."""
 OWN_ERROR = 0.025
 """Relative standard error of a step by itself: repeats of one differ by 1-4 %, releases of one by up to 10 %."""
+FARTHEST = 5.0
+"""Relative change of a cause beyond which nobody need ask what it would turn."""
 ROUNDING = 1e-9
 """Share of a step's seconds below which a difference is one of rounding."""
 EIGHTY = 1.2815515655446008
@@ -102,7 +104,7 @@ def chance_faster(job: Job, first: Mapping[str, float], second: Mapping[str, flo
 
 def flipping_cause(job: Job, first: Mapping[str, float], second: Mapping[str, float]) -> tuple[str, float] | None:
     """The cause whose seconds, wrong by the least of its own standard errors, would turn the order of two steps: (cause, relative
-    change that makes them equal). None where no cause's change can."""
+    change that makes them equal). None where no cause's change can, or only one past ``FARTHEST``."""
     errors = cause_errors(job)
     gap = sum(second.values()) - sum(first.values())
     least = ROUNDING * sum(first.values())
@@ -112,7 +114,7 @@ def flipping_cause(job: Job, first: Mapping[str, float], second: Mapping[str, fl
         if abs(difference) <= least:
             continue
         change = gap / difference
-        if change <= -1.0:
+        if change <= -1.0 or change > FARTHEST:
             continue
         distance = abs(change) / errors.get(cause, 0.25)
         if best is None or (distance, cause) < best[:2]:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from cost_models.communication import stragglers
 from cost_models.job import Job
-from cost_models.memory import StageMemory, fits
+from cost_models.memory import StageMemory, fits, stage_memory
 from planner.books import Found
-from planner.columns import Column, mode_text, modes_of, modes_within, prefix_counts, priced_as
+from planner.columns import Column, mode_text, modes_of, modes_within, prefix_counts, priced_as, takes_turns
 from planner.core_costs import CoreCosts, Pipeline
 from planner.fitting import Fitting, policies
 from planner.heuristic import quick
@@ -36,6 +36,8 @@ MORE, NEAR = 48, 1.1
 """Cores answered where the gap stays open, and times the best answer's seconds beyond which one is not."""
 FAR, NEIGHBOURS = 2, 24
 """Factors of two by which columns near the best one may differ from it in all; how many of them are answered each time."""
+ORDERED = 6
+"""Times that an answer which does not fit with its layers in their order is replaced by one that needs less."""
 VAIN = 2
 """Cores of a family tried for a runner-up at most."""
 RECOMPUTED, SHARDED, UNFIT = 1 / 3, 1.4, 1.5
@@ -99,6 +101,8 @@ class Answers:
         return self.best.answer.seconds if self.best else float("inf")
 
     def _keep(self, answer: Answer | None, prefix: Prefix, batch: Batch, shard: Shard) -> None:
+        if answer is not None and self.turns:
+            answer = self._fitting(answer, self.policies(batch, prefix))
         if answer is None:
             return
         key = (prefix, batch, shard)
@@ -108,14 +112,41 @@ class Answers:
         if answer.seconds < self.fastest:
             self.best = self.found[key]
 
+    def _fitting(self, answer: Answer, some: Sequence[Any]) -> Answer | None:
+        """The answer, where it fits with its layers in their order, which may need more than mixes of kinds tell; else a quick one of its
+        column with that much less room; None where there is none."""
+        less = 0.0
+        for _ in range(ORDERED):
+            column = answer.column
+            over = (
+                max(s.needed for s in stage_memory(self.job, column.layout_of(answer.stages, answer.mixes))) - self.job.limit_bytes
+            )
+            if over <= 0:
+                return answer
+            less += over
+            fitting = Fitting(column)
+            fitting.limit -= less
+            found = quick(column, fitting, some)
+            if found is None:
+                return None
+            answer = found
+        return None
+
     def column(self, prefix: Prefix, batch: Batch, shard: Shard) -> tuple[Column, Fitting]:
         column = Column(self.job, self.space.layout(prefix, batch, shard), self.modes, self.store)
         return column, Fitting(column)
 
     def policies(self, batch: Batch, prefix: Prefix) -> Sequence[Any]:
         chunks = prefix.pp * batch.vpp
-        longest = -(-self.job.model.num_layers // chunks) + 2
+        longest = (
+            0 if self.turns else -(-self.job.model.num_layers // chunks) + 2
+        )  # the first n of a chunk are of kinds by where it starts
         return policies(self.space.limits.recompute, self.modes, longest)
+
+    @cached_property
+    def turns(self) -> bool:
+        """Whether the model's kinds of layers take turns."""
+        return takes_turns(self.job.model.pattern)
 
     def try_row(self, row: Row, most: int = 2, spare: int = 1) -> bool:
         """Quick answers of a row's most promising columns: of ``most`` schedules that fit, ``spare`` that do not passed over; whether one
@@ -263,7 +294,8 @@ class Answers:
 
     def _lean_rows(self, most: int, smallest: bool = False) -> list[Row]:
         """Rows by the least bytes of their bound; ``smallest``: of the same degrees those with the smallest micro batch."""
-        order = np.lexsort((self.rows.table[:, 5], self.row_bytes))[:most]
+        order = np.lexsort((self.rows.table[:, 5], self.row_bytes))
+        order = order[self.rows.counts[order] > 0][:most]
         if smallest:
             order = np.flatnonzero(np.bincount(self.rows.start[self.rows.at[order]]))
         return [self.rows[int(i)] for i in order]
@@ -279,7 +311,7 @@ class Answers:
         if not len(self.rows) or float(self.row_bytes.min()) > self.job.limit_bytes:
             return False
         for row in self._lean_rows(most):
-            for batch in row.batches[:3]:
+            for batch in [b for b in row.batches if self.space.columns_of(row.prefix, b)][:3]:
                 for shard in sorted(self.space.columns_of(row.prefix, batch), key=lambda s: (-s.zero, -s.dp_shard, not s.offload))[
                     :3
                 ]:
@@ -292,7 +324,7 @@ class Answers:
         """(layout, fullest stage) of the layout that needs least among the leanest rows: everything sharded, all recomputed."""
         best: tuple[float, str, StageMemory] | None = None
         for row in self._lean_rows(LEAN, smallest=True):
-            for batch in row.batches[:2]:
+            for batch in [b for b in row.batches if self.space.columns_of(row.prefix, b)][:2]:
                 shards = sorted(self.space.columns_of(row.prefix, batch), key=lambda s: (-s.zero, -s.dp_shard, not s.offload))[:2]
                 for shard in shards:
                     layout = self.space.layout(row.prefix, batch, shard, recompute=mode_text(self.modes[-1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,11 @@ ORDER = ("none", "selective", "full")
 
 
 @lru_cache(maxsize=256)
+def takes_turns(pattern: Sequence[int]) -> bool:
+    """Whether layers of one kind stand apart, others between them: how many a chunk holds of each then does not say in which order."""
+    return sum(a != b for a, b in pairwise(pattern)) >= len({*pattern})
+
+
 def rule_of(text: str) -> RecomputeRule:
     rule = Recompute.parse(text).rules[0]
     return RecomputeRule(0, None, rule.mode, rule.modules)

@@ -219,4 +219,5 @@ def _apart(one: Floats, other: Floats) -> Floats:
 def _of_any_kind(modes: Floats) -> Floats:
     """Column x (mode 0 of the least kind, every other mode of every kind), of column x kind x mode: the modes of a layer whose kind is not
     known."""
-    return np.concatenate([modes[:, :, 0].min(axis=1)[:, None], modes[:, :, 1:].reshape(len(modes), -1)], axis=1)
+    number, kinds, several = modes.shape
+    return np.concatenate([modes[:, :, 0].min(axis=1)[:, None], modes[:, :, 1:].reshape(number, kinds * (several - 1))], axis=1)

@@ -362,8 +362,8 @@ class Policy:
 
 
 def policies(scope: str, modes: tuple[RecomputeRule, ...], longest: int) -> list[Policy]:
-    """The policies a target can express (``Limits.recompute``): by layer any; by block one mode, or the first n of every chunk; by model
-    one mode."""
+    """The policies a target can express (``Limits.recompute``): by layer any; by block one mode, or the first n of every chunk (below
+    ``longest``); by model one mode."""
     if scope == "layer":
         return [Policy()]
     out = [Policy(False, m) for m in range(len(modes))]

@@ -90,7 +90,7 @@ def replan(
     elif chosen == job.global_batch:
         slower = plan.estimate["tokens_per_second_per_gpu"] / found.estimate["tokens_per_second_per_gpu"]
         others = [b for b in near if b != chosen]
-        if slower > WORTH_SAYING and others and not global_batch:
+        if slower > WORTH_SAYING and others and chosen % _data_parallel(layout, gpus) and not global_batch:
             notes.append(
                 f"the kept batch of {chosen} divides badly over {gpus} GPUs (each trains {1 - 1 / slower:.0%} slower than before);"
                 f" try --global-batch {others[0]}"
@@ -123,12 +123,15 @@ def _first(request: PlanRequest, batches: list[int]) -> Plan:
     raise refused
 
 
-def nearest_batches(job: Job, layout: Layout, gpus: int) -> list[int]:
-    """Batches near the old one that divide over the data parallelism which the old tp, cp and pp leave on ``gpus`` GPUs (over its largest
-    factor where they do not divide the GPUs), nearest first in ratio, the smaller on ties."""
+def _data_parallel(layout: Layout, gpus: int) -> int:
+    """What the old tp, cp and pp leave on ``gpus`` GPUs for data parallelism, or its largest factor where they do not divide the GPUs."""
     model_ranks = layout.tp * layout.cp * layout.pp
-    dp = gpus // model_ranks if gpus % model_ranks == 0 else gpus // math.gcd(gpus, model_ranks)
-    old = job.global_batch
+    return gpus // model_ranks if gpus % model_ranks == 0 else gpus // math.gcd(gpus, model_ranks)
+
+
+def nearest_batches(job: Job, layout: Layout, gpus: int) -> list[int]:
+    """Batches near the old one that divide over ``_data_parallel``, nearest first in ratio, the smaller on ties."""
+    dp, old = _data_parallel(layout, gpus), job.global_batch
     low = old // dp * dp
     candidates = {low - dp, low, low + dp, low + 2 * dp} - {old}
     return sorted((b for b in candidates if b > 0), key=lambda b: (abs(math.log(b / old)), b))

@@ -165,17 +165,17 @@ class Rows(Sequence[Row]):
     @cached_property
     def kept(self) -> Kept:
         """Bytes of a microbatch by key."""
-        return kept_of(self.job, self.keys, self.modes, offload=self.space.may_offload)
+        return kept_of(self.job, self.keys, self.modes, offload=self.space.offloads("activations"))
 
     @cached_property
     def held(self) -> Held:
         """Bytes of states by prefix."""
-        return held_of(self.job, self.space.limits, self.prefix_table, offload=self.space.may_offload)
+        return held_of(self.job, self.space.limits, self.prefix_table, offload=self.space.offloads("optimizer"))
 
     @cached_property
     def held_once(self) -> Held:
         """The same where a step has one microbatch."""
-        return held_of(self.job, self.space.limits, self.prefix_table, offload=self.space.may_offload, once=True)
+        return held_of(self.job, self.space.limits, self.prefix_table, offload=self.space.offloads("optimizer"), once=True)
 
     @cached_property
     def bytes(self) -> tuple[Floats, Floats, Floats, Floats]:

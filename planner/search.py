@@ -286,11 +286,12 @@ class Search(Answers):
 
     def _enough(self, least: float, queue: Queue) -> bool:
         """Whether to stop before what is bounded by ``least``: the time allowed is over; or a column that was solved holds the gap open,
-        nothing left can narrow it, and no answer got better for long; in a wide space whether or not something can."""
+        nothing left can narrow it, and no answer got better for long; in a wide space whether or not something can. Never before there is an
+        answer."""
         wide, hasty = self.books.legal > WIDE, min(LINGER, 1 + HASTE // self.books.legal)
         over = self.books.weakest < self.fastest * (1 - queue.gap) if wide else least >= self.books.weakest
         most = PATIENCE if not wide else hasty if self._hasty else LINGER
-        return self.late() or (not self.whole and over and self._since >= most)
+        return self.late() or (self.best is not None and not self.whole and over and self._since >= most)
 
     def _finish(self) -> None:
         """Solve the columns whose quick answers are the fastest."""

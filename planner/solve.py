@@ -19,6 +19,7 @@ from cost_models.uncertainty import chance_faster, flipping_cause
 from planner.answers import family
 from planner.books import Found, Outcome
 from planner.chunked_loss import chunked
+from planner.columns import takes_turns
 from planner.legality import require_job
 from planner.plan import (
     Certificate,
@@ -249,7 +250,7 @@ def declared(search: Search | Pools) -> str:
         "layer": "a chunk mixes two of them for its most frequent layer kind, one for each other kind",
         "block": "one for the whole model, or the first n layers of every chunk in full",
         "model": "one for the whole model",
-    }[limits.recompute]
+    }["model" if limits.recompute == "block" and takes_turns(search.job.model.pattern) else limits.recompute]
     return (
         f"tp, pp, cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp: 1 or tp;"
         f" vpp to {UNEVEN_VPP}, beyond where chunks are even; orders {', '.join(limits.orders)}; ZeRO"

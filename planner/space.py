@@ -397,6 +397,10 @@ class Space:
     def may_offload(self) -> bool:
         return any(self._offloads())
 
+    def offloads(self, what: str) -> bool:
+        """Whether some layout has ``what`` (optimizer, activations) in host memory."""
+        return any(what in some for some in self._offloads())
+
     @cached_property
     def counted_by(self) -> Callable[[Prefix], Any]:
         """What of a prefix says how many columns complete its cores: what the rules of a completion read, and what places ranks."""

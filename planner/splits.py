@@ -56,7 +56,7 @@ class Splits:
         ZeRO's collectives included; ``held``: ``_held`` of them, where it is known."""
         table = rows.prefix_table[rows.at[which]]
         sharding = Sharding(rows.job, table, shard, zero)
-        sharding.degrees_offload = rows.space.may_offload
+        sharding.degrees_offload = rows.space.offloads("optimizer")
         if bulk is None:
             bulk = sharding.add(rows.bulk.take(rows.key[which]))
         ends = sharding.ends(bulk, rows.totals)
@@ -87,7 +87,7 @@ class Splits:
 
 def _held(rows: Rows, which: Ints, zero: int, shard: Ints) -> Floats:
     """Bytes of states by column: of a layer by kind, ``embedding``, ``head``, ``twice``."""
-    once, offload = bool((rows.table[which, 9] == 1).all()), rows.space.may_offload
+    once, offload = bool((rows.table[which, 9] == 1).all()), rows.space.offloads("optimizer")
     return np.column_stack(states_of(rows.job, rows.prefix_table[rows.at[which]], shard, zero, offload=offload, once=once))
 
 

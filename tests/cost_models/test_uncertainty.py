@@ -80,3 +80,8 @@ def test_the_flipping_cause_is_the_one_nearest_to_its_own_error() -> None:
 def test_a_difference_of_rounding_flips_nothing() -> None:
     found = flipping_cause(JOB, {"matmul": 1.0, "bubble": 2e-15}, {"matmul": 1.2, "bubble": 0.0})
     assert found is not None and found[0] == "matmul"
+
+
+def test_a_cause_that_would_have_to_be_many_times_as_long_flips_nothing() -> None:
+    """The first step's bubble of 1 ms would have to be 300 ms."""
+    assert flipping_cause(JOB, {"matmul": 1.0, "attention": 0.3, "bubble": 0.001}, {"matmul": 1.2, "attention": 0.4}) is None

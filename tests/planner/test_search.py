@@ -81,3 +81,31 @@ def test_a_small_space_in_which_nothing_fits_is_known_to_its_end(invoke: Any) ->
     words = "llama-3.1-70b --cluster h100-sxm:2x8 --seq-len 8k --global-batch 32 --pin schedule=interleaved"
     code, _, error = invoke("plan", *words.split())
     assert code == 3 and "no feasible layout:" in error and "unexplored" not in error
+
+
+TURNS = {
+    "state space": "nemotron-h-8b --cluster a100-sxm-40gb:1x8 --seq-len 8k --global-batch 32 --execution megatron --pin tp=2",
+    "windows": "gemma-2-9b --cluster a100-sxm-40gb:1x8 --seq-len 8k --global-batch 64 --execution megatron",
+    "positions": "smollm3-3b --cluster h100-pcie:2x8 --seq-len 32k --global-batch 32 --pin recompute=full",
+}
+"""Jobs whose memory is tight, of models whose kinds of layers take turns."""
+
+
+@pytest.mark.parametrize("words", TURNS.values(), ids=TURNS)
+def test_where_kinds_of_layers_take_turns_plans_fit_in_their_order_and_are_legal(words: str, invoke: Any) -> None:
+    model, *options = words.split()
+    code, out, _ = invoke("plan", model, *options, "--json")
+    plan = json.loads(out)
+    assert code == 0 and plan["runners_up"]
+    for one in (plan, *plan["runners_up"]):
+        assert max(stage["device"] for stage in one["estimate"]["memory"]) <= one["estimate"]["limit_bytes"]
+    job_options = options[: options.index("--pin")] if "--pin" in options else options
+    code, out, error = invoke("check", model, *job_options, "--layout", plan["layout_text"])
+    assert code == 0, out + error
+
+
+def test_what_the_pins_leave_is_told_as_the_leanest_that_does_not_fit(invoke: Any) -> None:
+    """Most rows that need least have no column under these pins."""
+    words = "granite-4.0-h-small --cluster l40s:2x8 --seq-len 4k --global-batch 64 --execution megatron --pin zero=3"
+    code, _, error = invoke("plan", *words.split())
+    assert code == 3 and "zero=3" in error and "no feasible layout" in error
