@@ -38,6 +38,8 @@ AT_ONCE = 512
 """Rows measured at once: what they add up stays in the processor's caches."""
 TIMES, TRIED = 40, 8
 """Times that a row is simulated at most to leave fewer; rows tried each time until one tells something new."""
+TIMES_WIDER, TRIED_WIDER = 80, 400
+"""The same where more rows are kept."""
 
 
 NOTHING = ChunkSeconds(0.0, 0.0, 0.0, (), Holding(), (0.0, 0.0))
@@ -151,11 +153,12 @@ class LoadRows:
         left out, the best answer found on the way)."""
         best: Answer | None = None
         bar, column = top, self.column
-        for _ in range(TIMES):
+        times, tried = (TIMES_WIDER, TRIED_WIDER) if self.wider > 1 else (TIMES, TRIED)
+        for _ in range(times):
             rows, beyond = self.below(bar)
             if not np.isfinite(beyond) or beyond >= bar * (1 - gap) or not len(rows):
                 break
-            for row in rows[:TRIED]:
+            for row in rows[:tried]:
                 new, answer = self.fewer(row)
                 if answer is not None and (best is None or answer.seconds < best.seconds):
                     best = answer
@@ -175,11 +178,10 @@ class LoadRows:
         most = max(1, min(self.wider * MOST, CELLS // max(1, len(fixed))))
         beyond, bound = float("inf"), np.zeros(1)
         for rank, price in enumerate(prices):
-            sizes, kept = self.sizes[rank].sum(axis=1), []
+            sizes, rest, kept = self.sizes[rank].sum(axis=1), np.ascontiguousarray(to_come[rank + 1].T), []
             for option, size in enumerate(sizes.tolist()):
                 at = np.flatnonzero(used + size <= layers)
-                rest = np.ascontiguousarray((to_come[rank + 1] + price[:, [option]]).T)
-                longest = _longest(seconds, at, rest, layers - used[at] - size)
+                longest = _longest(seconds, at, price[:, option], rest, layers - used[at] - size)
                 good = np.flatnonzero(longest < top)
                 kept.append((at[good], np.full(len(good), option), longest[good]))
             if not kept:
@@ -263,12 +265,14 @@ class LoadRows:
         return self.shape.paths.add(found[1]) or new, found[0]
 
 
-def _longest(seconds: Floats, at: Ints, rest: Floats, left: Ints) -> Floats:
-    """Of the rows ``at`` (``seconds``: row x path) the longest path, with what the ``rest`` (layers left x path) adds to it."""
+def _longest(seconds: Floats, at: Ints, more: Floats, rest: Floats, left: Ints) -> Floats:
+    """Of the rows ``at`` (``seconds``: row x path) the longest path, with what one option (``more``: by path) and the ``rest`` (layers left x
+    path) add to it."""
     out = np.empty(len(at))
     for start in range(0, len(at), AT_ONCE):
         some = slice(start, start + AT_ONCE)
         here = seconds[at[some]]
+        here += more
         here += rest[left[some]]
         here.max(axis=1, out=out[some])
     return out
