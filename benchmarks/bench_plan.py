@@ -134,7 +134,7 @@ def save(part: str, rows: list[dict[str, Any]]) -> None:
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     host = f"{platform.machine()}, {platform.processor() or 'processor not named'}, Python {platform.python_version()}, one core"
     host += f", {os.getloadavg()[0]:.0f} other processes running at the end"
-    order = [arguments for arguments, *_ in GOALS.values()] + [growth_arguments(gpus) for gpus in GROWTH]
+    order = dict.fromkeys([arguments for arguments, *_ in GOALS.values()] + [growth_arguments(gpus) for gpus in GROWTH])
     all_ = {row["arguments"]: row for row in (*kept.get(part, {}).get("rows", ()), *rows)}
     rows = [all_[arguments] for arguments in order if arguments in all_]
     kept[part] = {"date": datetime.now(UTC).date().isoformat(), "host": host, "rows": rows}
