@@ -117,7 +117,7 @@ class Search(Answers):
         self._shapes(queue, Cores(self.rows, left[self.row_bounds[left] < self.fastest], self.store), effort)
         while self._work(queue, effort, 1):
             pass
-        if self.best and min(queue.least, self.books.weakest) < self.fastest * (1 - queue.gap):
+        if self.best and min(queue.least, self.books.weakest) < self.fastest * (1 - QUICK):
             before = self.fastest
             self._more_answers(left)
             if self.books.legal <= WIDE:
