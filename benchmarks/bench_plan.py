@@ -113,15 +113,17 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> None:
 
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     matplotlib.rcParams["svg.hashsalt"] = "axisplan"
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, layout="constrained")
-    good = [r for r in rows if r["exit"] == 0]
+    good = sorted((r for r in rows if r["exit"] == 0), key=lambda r: r["gpus"])
     for model, mark in (("llama-3-8b", "o-"), ("llama-3.1-405b", "s-")):
         some = [r for r in good if r["arguments"].startswith(model + " ")]
         above.plot([r["gpus"] for r in some], [r["cpu_seconds"] for r in some], mark, label=model)
         below.plot([r["gpus"] for r in some], [100 * r["gap"] for r in some], mark, label=model)
     above.set(yscale="log", ylabel="CPU seconds, whole command")
+    above.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter=NullFormatter())
     below.set(xscale="log", ylabel="gap, %", xlabel="GPUs")
     below.set_xscale("log", base=2)
     for axes in (above, below):
