@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -118,9 +119,8 @@ class Answers:
         less = 0.0
         for _ in range(ORDERED):
             column = answer.column
-            over = (
-                max(s.needed for s in stage_memory(self.job, column.layout_of(answer.stages, answer.mixes))) - self.job.limit_bytes
-            )
+            memory = stage_memory(self.job, column.layout_of(answer.stages, answer.mixes))
+            over = max(stage.needed for stage in memory) - self.job.limit_bytes
             if over <= 0:
                 return answer
             less += over
@@ -138,9 +138,8 @@ class Answers:
 
     def policies(self, batch: Batch, prefix: Prefix) -> Sequence[Any]:
         chunks = prefix.pp * batch.vpp
-        longest = (
-            0 if self.turns else -(-self.job.model.num_layers // chunks) + 2
-        )  # the first n of a chunk are of kinds by where it starts
+        # where kinds take turns, the first n layers of a chunk are of kinds by where it starts, which counts by kind cannot say
+        longest = 0 if self.turns else -(-self.job.model.num_layers // chunks) + 2
         return policies(self.space.limits.recompute, self.modes, longest)
 
     @cached_property
@@ -300,6 +299,13 @@ class Answers:
             order = np.flatnonzero(np.bincount(self.rows.start[self.rows.at[order]]))
         return [self.rows[int(i)] for i in order]
 
+    def _lean_columns(self, row: Row, most: int) -> Iterator[tuple[Batch, Shard]]:
+        """Of ``most`` batches of a row that have columns, as many columns each: the most sharded ones."""
+        some = ((batch, shards) for batch in row.batches if (shards := self.space.columns_of(row.prefix, batch)))
+        for batch, shards in islice(some, most):
+            for shard in sorted(shards, key=lambda s: (-s.zero, -s.dp_shard, not s.offload))[:most]:
+                yield batch, shard
+
     def _any_answer(self, most: int = 60) -> None:
         """An answer from the rows that need least, where effort ended before any was found."""
         for row in self._lean_rows(most):
@@ -311,26 +317,21 @@ class Answers:
         if not len(self.rows) or float(self.row_bytes.min()) > self.job.limit_bytes:
             return False
         for row in self._lean_rows(most):
-            for batch in [b for b in row.batches if self.space.columns_of(row.prefix, b)][:3]:
-                for shard in sorted(self.space.columns_of(row.prefix, batch), key=lambda s: (-s.zero, -s.dp_shard, not s.offload))[
-                    :3
-                ]:
-                    column, fitting = self.column(row.prefix, batch, shard)
-                    if quick(column, fitting, self.policies(batch, row.prefix)) is not None:
-                        return True
+            for batch, shard in self._lean_columns(row, 3):
+                column, fitting = self.column(row.prefix, batch, shard)
+                if quick(column, fitting, self.policies(batch, row.prefix)) is not None:
+                    return True
         return False
 
     def leanest(self) -> tuple[str, StageMemory]:
         """(layout, fullest stage) of the layout that needs least among the leanest rows: everything sharded, all recomputed."""
         best: tuple[float, str, StageMemory] | None = None
         for row in self._lean_rows(LEAN, smallest=True):
-            for batch in [b for b in row.batches if self.space.columns_of(row.prefix, b)][:2]:
-                shards = sorted(self.space.columns_of(row.prefix, batch), key=lambda s: (-s.zero, -s.dp_shard, not s.offload))[:2]
-                for shard in shards:
-                    layout = self.space.layout(row.prefix, batch, shard, recompute=mode_text(self.modes[-1]))
-                    worst = fits(self.job, layout)[1]
-                    if best is None or worst.needed < best[0]:
-                        best = (worst.needed, layout.text(), worst)
+            for batch, shard in self._lean_columns(row, 2):
+                layout = self.space.layout(row.prefix, batch, shard, recompute=mode_text(self.modes[-1]))
+                worst = fits(self.job, layout)[1]
+                if best is None or worst.needed < best[0]:
+                    best = (worst.needed, layout.text(), worst)
         if best is None:
             raise InputError("layout", "any", f"no layout of {self.job.cluster.gpus} GPUs is legal")
         return best[1], best[2]

@@ -91,12 +91,12 @@ def modes_within(
 ORDER = ("none", "selective", "full")
 
 
-@lru_cache(maxsize=256)
 def takes_turns(pattern: Sequence[int]) -> bool:
     """Whether layers of one kind stand apart, others between them: how many a chunk holds of each then does not say in which order."""
     return sum(a != b for a, b in pairwise(pattern)) >= len({*pattern})
 
 
+@lru_cache(maxsize=256)
 def rule_of(text: str) -> RecomputeRule:
     rule = Recompute.parse(text).rules[0]
     return RecomputeRule(0, None, rule.mode, rule.modules)
