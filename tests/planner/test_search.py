@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cost_models.memory import stage_memory
 from planner import search
 from planner.cores import Cores
+from planner.heuristic import quick
 from planner.search import Search
 from planner.space import Space
 from tests.planner.jobs import job
@@ -102,6 +105,32 @@ def test_where_kinds_of_layers_take_turns_plans_fit_in_their_order_and_are_legal
     job_options = options[: options.index("--pin")] if "--pin" in options else options
     code, out, error = invoke("check", model, *job_options, "--layout", plan["layout_text"])
     assert code == 0, out + error
+
+
+@pytest.mark.parametrize(
+    ("model", "execution"), [("jamba-v0.1", "megatron"), ("gpt-oss-20b", "torchtitan"), ("smollm3-3b", "axisplan")]
+)
+def test_mixes_of_kinds_need_no_more_than_their_layers_in_order(model: str, execution: str) -> None:
+    """So that what does not fit as mixes does not fit in any order, and bounds hold."""
+    j, rng, checked = replace(job(model, "h100-sxm:1x8", 4096, 64, execution), memory_limit_bytes=4e11), random.Random(0), 0
+    some = Search(j, Space(j))
+    while checked < 20:
+        row = some.rows[rng.randrange(len(some.rows))]
+        batch = rng.choice([b for b in row.batches if b.schedule != "dualpipe"])
+        shards = some.space.columns_of(row.prefix, batch)
+        column, fitting = some.column(row.prefix, batch, rng.choice(shards)) if shards else (None, None)
+        if column is None or fitting is None:
+            continue
+        fitting.limit = rng.choice([4e11, 1e11, 6e10])
+        answer = quick(column, fitting, some.policies(batch, row.prefix))
+        if answer is None:
+            continue
+        starts, layout = [sum(answer.stages[:c]) for c in range(column.chunks + 1)], column.layout_of(answer.stages, answer.mixes)
+        for memory in stage_memory(j, layout):
+            held = fitting.held(memory.stage)
+            spans = [(starts[c], starts[c + 1]) for c in held]
+            assert fitting.needed(memory.stage, spans, [answer.mixes[c] for c in held]) <= memory.needed * (1 + 1e-9)
+        checked += 1
 
 
 def test_what_the_pins_leave_is_told_as_the_leanest_that_does_not_fit(invoke: Any) -> None:
