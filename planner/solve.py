@@ -243,20 +243,25 @@ def solver_name() -> str:
         return "PuLP with CBC"
 
 
+TURNS = ", fitting both in their order and with the layers of a kind together"
+"""What is planned where kinds of layers take turns."""
+
+
 def declared(search: Search | Pools) -> str:
     """The declared space in words."""
     limits, modes = search.space.limits, [_mode(m) for m in search.modes]
+    turns = takes_turns(search.job.model.pattern)
     how = {
         "layer": "a chunk mixes two of them for its most frequent layer kind, one for each other kind",
         "block": "one for the whole model, or the first n layers of every chunk in full",
         "model": "one for the whole model",
-    }["model" if limits.recompute == "block" and takes_turns(search.job.model.pattern) else limits.recompute]
+    }["model" if limits.recompute == "block" and turns else limits.recompute]
     return (
         f"tp, pp, cp ({', '.join(limits.cp_kinds)}), ep: every divisor; etp: 1 or tp;"
         f" vpp to {UNEVEN_VPP}, beyond where chunks are even; orders {', '.join(limits.orders)}; ZeRO"
         f" {', '.join(map(str, limits.zero))} over every split of dp; every micro batch; {', '.join(search.space.schedules(2))};"
         " uneven stages, each with a layer; a rank's chunks alike, or either of two, the last ones of more, with one more;"
-        f" recompute {', '.join(modes)}: {how}; offload {'allowed' if search.space.offload else 'not used'}"
+        f" recompute {', '.join(modes)}: {how}{TURNS if turns else ''}; offload {'allowed' if search.space.offload else 'not used'}"
         + ("; every order of the pools, a stage inside one, DualPipe's pairs left out" if search.job.cluster.pools else "")
     )
 
